@@ -28,6 +28,11 @@ TENSOR_BASELINE = gauge(
 RULE_THRESHOLD = gauge(
     "rankscope_rule_threshold", "Configured threshold of a rule; NaN if the rule has no threshold.", "rule"
 )
+RULE_SCORE = gauge(
+    "rankscope_rule_score",
+    "Largest score of a rule in the last minute at least; the rule fires above its threshold.",
+    "rule",
+)
 RULE_FIRING = gauge(
     "rankscope_rule_firing", "1 while the rule fires on at least one series of the kind, else 0.", "rule kind"
 )

@@ -8,10 +8,11 @@ works for a float, a torch tensor and a numpy array.
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 import math
 import pkgutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from rankscope_contract.model.events import Severity
@@ -39,6 +40,10 @@ class AnomalyRule:
     def judges(self, kind: str | None, op: str) -> bool:
         """Return whether the rule evaluates the op `op` of tensors of `kind`. `kind` is None for a scalar."""
         raise NotImplementedError
+
+    def reads(self, kind: str | None, op: str) -> bool:
+        """Return whether the rule needs the op `op` of tensors of `kind`."""
+        return self.judges(kind, op)
 
     def for_scalar(self, name: str) -> Self | None:  # noqa: ARG002 - some rules depend on the name
         """Return the rule that applies to the scalar `name`; None if the rule does not evaluate it."""
@@ -85,24 +90,29 @@ class AnomalyRule:
 def rule_classes() -> dict[str, type[AnomalyRule]]:
     """Return every rule class that is defined in the modules of this package, by name."""
     for module in pkgutil.iter_modules(__path__):
-        importlib.import_module(f"{__name__}.{module.name}")
+        if module.name != "evaluator":  # needs numpy
+            importlib.import_module(f"{__name__}.{module.name}")
     return {cls.__name__: cls for cls in AnomalyRule.__subclasses__() if cls.__module__.startswith(f"{__name__}.")}
 
 
 def rule_from_config(entry: dict[str, Any]) -> AnomalyRule:
     """Return the rule of a configuration entry `{"rule_name": …, "args": {…}}`.
 
+    `rule_name` is that of a class, or of a rule of `score.SCORE_RULES`, of which `args` replace fields.
+
     Raises ValueError for an unknown rule or argument; the text lists the known rules or arguments.
     """
     classes = rule_classes()
+    presets = {rule.name: rule for rule in importlib.import_module(f"{__name__}.score").SCORE_RULES}
     name = entry.get("rule_name", "")
-    if name not in classes:
-        near = difflib.get_close_matches(str(name), classes, n=1)
+    if name not in classes and name not in presets:
+        near = difflib.get_close_matches(str(name), [*classes, *presets], n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"unknown rule {name!r}: known rules are {', '.join(sorted(classes))}.{hint}")
+        raise ValueError(f"unknown rule {name!r}: known rules are {', '.join(sorted([*classes, *presets]))}.{hint}")
     arguments = entry.get("args") or {}
+    create = classes[name] if name in classes else functools.partial(replace, presets[name])
     try:
-        return classes[name](**arguments)
+        return create(**arguments)
     except TypeError as error:
-        allowed = ", ".join(classes[name].__dataclass_fields__)
+        allowed = ", ".join((classes.get(name) or type(presets[name])).__dataclass_fields__)
         raise ValueError(f"rule {name}: {error}. The arguments of this rule are: {allowed}") from error

@@ -21,6 +21,7 @@ from typing import Final, Literal
 
 from rankscope_contract.rules import AnomalyRule
 from rankscope_contract.rules.anomaly import DEFAULT_RULES
+from rankscope_contract.rules.score import SCORE_RULES
 
 FEWEST_ROWS: Final = 19
 """Number of values before the first one that is judged: rules apply from the 20th row on."""
@@ -179,6 +180,7 @@ class Curve:
 
 RANK_RULES: Final = (
     *DEFAULT_RULES,
+    *SCORE_RULES,
     CurveRule(name="LossSpike", ratio=2.0, deviations=12.0, names=("loss",)),
     CurveRule(name="LearningRateJump", ratio=1.5, names=("learning_rate",), above="highest"),
 )

@@ -43,6 +43,7 @@ from rankscope_exporter.publish.console import Console, records_note
 from rankscope_exporter.publish.publisher import STALL_SECONDS, Publisher, StepQueue
 from rankscope_exporter.publish.rank_server import RankServer
 from rankscope_exporter.publish.routes import RankServerSources
+from rankscope_exporter.publish.score_frames import StepScores
 from rankscope_exporter.publish.serving_config import ServeConfig
 from rankscope_exporter.publish.sinks import Sinks, sink_class
 from rankscope_exporter.publish.sinks.memory import Row, rows_of
@@ -197,6 +198,7 @@ class Session:
             steps=self.steps,
             backlog=self.active_quantities.backlog,
             detector=AnomalyDetector(config.rules, tell=self.notices.tell),
+            scores=StepScores(config.rules, tell=self.notices.tell),
             boundary=boundary,
             events=self.events,
             publish=self.channel.publish,

@@ -24,6 +24,7 @@ from rankscope_contract.model.kinds import CAUSAL_STAGE, COUNT_OPS, GRADIENT_KIN
 from rankscope_contract.model.schema import Plan, PlanEntry
 from rankscope_contract.rules import AnomalyRule
 from rankscope_contract.rules.curve import EMA_KEEP, EMA_TAKE, Firing, SeriesEvaluator, needed_values
+from rankscope_contract.rules.score import ScoreRule
 from rankscope_exporter.records.plan import Finished
 from rankscope_exporter.records.record import OF_MICRO_BATCHES, ExpectedRows
 
@@ -106,7 +107,7 @@ class AnomalyDetector:
 
         A step has at most `limit` firings.
         """
-        self._rules = tuple(rules)
+        self._rules = tuple(rule for rule in rules if not isinstance(rule, ScoreRule))
         self._limit = limit
         self._tell = tell
         self._has_told = False

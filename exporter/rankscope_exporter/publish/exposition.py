@@ -43,6 +43,7 @@ from rankscope_contract.model.identity import Identity
 from rankscope_contract.model.kinds import COUNT_OPS, JUDGED_OPS, VALUE_OPS
 from rankscope_contract.model.schema import Plan, PlanEntry
 from rankscope_contract.rules import AnomalyRule
+from rankscope_contract.rules.score import RULE_SCORE
 from rankscope_contract.wire.escaping import label_value
 from rankscope_exporter.process.threads import no_fork
 from rankscope_exporter.records.plan import NamedPlan
@@ -94,6 +95,9 @@ MAX_ANOMALY_SERIES: Final = 200
 MAX_SCALAR_SERIES: Final = 1000
 MAX_FEATURE_SERIES: Final = 1000
 OTHER_TENSOR: Final = "_other"
+SCORE_SECONDS: Final = 60.0
+"""The page shows the largest score of a rule for at least this time, so that each scrape of a minute sees it."""
+
 NO_KIND: Final = ""
 """Value of the label `kind` for rules on logged scalars, because scalars have no kind."""
 
@@ -128,6 +132,7 @@ class Snapshot:
     anomalies: dict[RuleKind, int] = field(default_factory=dict)
     anomaly_series: dict[AnomalySeries, int] = field(default_factory=dict)
     firing: dict[RuleKind, bool] = field(default_factory=dict)
+    rule_scores: dict[str, dict[int, float]] = field(default_factory=dict)  # by rule, then by minute
     fired_at: dict[RuleKind, float] = field(default_factory=dict)  # monotonic seconds of the latest firing
     skipped_steps: int = 0
     replica_hashes: dict[str, tuple[int | None, int]] = field(default_factory=dict)  # step and hash by replicas
@@ -200,7 +205,10 @@ class LatestValues:
                 now.statistics.update(dict.fromkeys(kinds, (record.step, record.statistics)))
                 now.tensors_version += 1
             for scalar in record.scalars:
-                self._store_scalar(scalar)
+                if scalar.name == RULE_SCORE:
+                    self._store_score(scalar.labels["rule"], scalar.value)
+                else:
+                    self._store_scalar(scalar)
             now.firing.update((pair, False) for pair in now.firing if pair[1] in judged)
             for pair in record.firing:
                 now.firing[pair] = True
@@ -213,6 +221,13 @@ class LatestValues:
         with self._lock:
             copies = {item.name: copy.copy(getattr(self._now, item.name)) for item in fields(Snapshot)}
             return Snapshot(**copies | {"taken_at": self._clock()})
+
+    def _store_score(self, rule: str, score: float) -> None:
+        """Store the largest score of this minute and of the one before."""
+        minute, known = int(self._clock() / SCORE_SECONDS), self._now.rule_scores
+        scores = known.get(rule, {})
+        kept = {at: value for at, value in scores.items() if at >= minute - 1}
+        known[rule] = kept | {minute: max(score, kept.get(minute, score))}
 
     def _store_scalar(self, scalar: Scalar) -> None:
         key, now = (scalar.name, tuple(sorted(scalar.labels.items()))), self._now
@@ -488,6 +503,12 @@ class Exposition:
         yield catalogue.FEATURE_VALUE, snapshot.features.items()
         yield catalogue.SKIPPED_STEPS, _one(snapshot.skipped_steps)
         yield catalogue.RULE_THRESHOLD, _by_name(self._thresholds)
+        minute = int(snapshot.taken_at / SCORE_SECONDS)
+        scores = {
+            name: [score for at, score in known.items() if at >= minute - 1]
+            for name, known in snapshot.rule_scores.items()
+        }
+        yield catalogue.RULE_SCORE, _by_name({name: max(recent) for name, recent in scores.items() if recent})
         yield catalogue.RULE_FIRING, snapshot.firing.items()
         yield catalogue.ANOMALY_EVENTS, snapshot.anomalies.items()
         yield catalogue.ANOMALY_AGE, [(pair, snapshot.taken_at - at) for pair, at in snapshot.fired_at.items()]

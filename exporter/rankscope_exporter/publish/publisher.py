@@ -40,6 +40,7 @@ from rankscope_exporter.publish.anomaly_detector import (
     in_causal_order,
 )
 from rankscope_exporter.publish.exposition import NO_KIND
+from rankscope_exporter.publish.score_frames import StepScores
 from rankscope_exporter.publish.sinks import Sinks
 from rankscope_exporter.records.plan import Finished, Published
 from rankscope_exporter.records.record import (
@@ -194,6 +195,7 @@ class Publisher:
     steps: StepQueue
     backlog: StepBacklog
     detector: AnomalyDetector
+    scores: StepScores
     boundary: ErrorBoundary
     publish: Callable[[StepRecord], object]
     events: StepEvents
@@ -342,7 +344,7 @@ class Publisher:
         self.events.on_publish(record)
         call = self.boundary.call
         where = "computing the statistics of a step"
-        record.statistics, verdict = call(where, self._statistics, record) or (None, None)
+        record.statistics, verdict, finished = call(where, self._statistics, record) or (None, None, None)
         scalars = _scalars_of(record.pending, "a logged number", call)
         if any(map(attrgetter("value"), _scalars_of(record.found_inf, "found_inf", call))):
             record.events.append(skipped_event())
@@ -354,10 +356,11 @@ class Publisher:
                 record.events.append(self._anomaly(item))
             firing |= verdict.firing
             self.events_left_out += verdict.left_out
-        for event in self._scalar_anomalies(scalars):
+        events, scores = call("judging a step", self.scores.judge, record, finished, scalars, self.pp_stage) or ([], [])
+        for event in (*self._scalar_anomalies(scalars), *events):
             record.events.append(event)
-            firing.add((str(event.rule), NO_KIND))
-        scalars += self._changed_totals(scalars)
+            firing.add((str(event.rule), event.kind or NO_KIND))
+        scalars += self._changed_totals(scalars) + scores
         for later in record.later:  # no rule evaluates these: bytes and seconds of the monitor itself
             scalars += call(f"reading {getattr(later, '__qualname__', 'a number')}", later) or ()
         record.scalars, record.firing = scalars, frozenset(firing)
@@ -385,10 +388,10 @@ class Publisher:
                 if anomalies:
                     self.events.on_anomalies(record.step, anomalies)
 
-    def _statistics(self, record: StepRecord) -> tuple[Statistics | None, StepVerdict | None]:
+    def _statistics(self, record: StepRecord) -> tuple[Statistics, StepVerdict, Finished] | None:
         version = record.plan
         if record.copy is None or version is None:
-            return None, None
+            return None
         plan, published = version.named, version.published
         try:
             finished = record.copy.finish(plan.plan.value_ops)
@@ -403,9 +406,9 @@ class Publisher:
         verdict = self.detector.observe(finished, record.arrived)
         values, counts = arrow_statistics(finished, verdict.baselines, published, plan.plan.value_ops)
         if published is None:
-            return Statistics(plan, values, counts), verdict
+            return Statistics(plan, values, counts), verdict, finished
         measured = arrow_counts(finished.counts, np.broadcast_to(finished.present, finished.counts.shape))
-        return Statistics(plan, values, counts, version.ops, measured), verdict
+        return Statistics(plan, values, counts, version.ops, measured), verdict, finished
 
     def _anomaly(self, firing: EntryFiring) -> Event:
         entry = self.detector.entries[firing.entry]

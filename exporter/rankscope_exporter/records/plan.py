@@ -95,7 +95,7 @@ def rule_notices(rules: Iterable[AnomalyRule], published: Mapping[str, Ops]) -> 
 
 
 def _is_missed(rule: AnomalyRule, op: str, published: Mapping[str, Ops]) -> bool:
-    return any(rule.judges(kind, op) and op not in ops for kind, ops in published.items() if ops)
+    return any(rule.reads(kind, op) and op not in ops for kind, ops in published.items() if ops)
 
 
 @dataclass(frozen=True, slots=True)

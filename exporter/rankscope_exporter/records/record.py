@@ -23,6 +23,8 @@ from rankscope_exporter.records.plan import Finished, NamedPlan, PlanVersion
 if TYPE_CHECKING:
     import torch
 
+    from rankscope_exporter.records.optimizer_settings import OptimizerSettings
+
 Row = Mapping[str, Any]
 """One row of a dataset of the step record, such as `scalars`: a mapping from field names to values.
 
@@ -237,6 +239,8 @@ class StepRecord:
     plan: PlanVersion | None = None  # the plan of `copy`
     pending: list[Pending] = field(default_factory=list)
     learning_rates: list[Pending] = field(default_factory=list)
+    settings: OptimizerSettings | None = None  # of the update
+    is_loaded: bool = False  # a state dict was loaded since the step before
     found_inf: list[Pending] = field(default_factory=list)
     later: list[Callable[[], Iterable[Scalar]]] = field(default_factory=list)  # scalars computed on that thread
     deferred: list[Deferred] = field(default_factory=list)

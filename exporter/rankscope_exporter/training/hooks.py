@@ -111,6 +111,7 @@ class Hooks(HookContext):
         begins = Hook(self, _FORWARD, self._forward_begins, transformed=self._forward_is_transformed, owner=owner)
         self.keep(framework.on_forward(begins))
         self.keep(framework.on_forward_end(Hook(self, _FORWARD, self._forward_ended, owner=owner)))
+        self._follow_loads(framework.module)
         self.boundary.call("registering hooks of the framework", framework.install, self)
         active_quantities.install(self)
         self.keep(self._gradients)
@@ -132,6 +133,9 @@ class Hooks(HookContext):
     def reduced(self) -> None:
         if self.active:
             self.call("reading reduced gradients", self._recorder.measure, Quantity.on_backward_end)
+
+    def _state_loaded(self, *_: Any) -> None:
+        self._current.is_loaded = True
 
     # Forward passes.
 
@@ -268,6 +272,13 @@ class Hooks(HookContext):
         begins = Hook(self, _OPTIMIZER, self._update_begins, was_compiled=self._update_was_compiled)
         updated = Hook(self, _OPTIMIZER, self._updated)
         self._handles += self.monitored.framework.on_update(optimizer, begins, updated)
+        self._follow_loads(optimizer)
+
+    def _follow_loads(self, holder: torch.nn.Module | torch.optim.Optimizer) -> None:
+        where = "a hook on a loaded state"
+        loaded = Hook(self, where, self._state_loaded)
+        handle = self.boundary.call(where, lambda: holder.register_load_state_dict_post_hook(loaded))
+        self._handles += [] if handle is None else [handle]
 
     def _new_optimizer(self, optimizer: torch.optim.Optimizer, *, replaces: bool) -> None:
         """Register hooks on `optimizer` after its first step, and publish a notice."""

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from rankscope_contract.model.events import Event, EventType, Severity
@@ -25,6 +26,7 @@ from rankscope_exporter.adapters.monitored_model import MonitoredModel
 from rankscope_exporter.adapters.torch_private import in_place_changes, running_optimizer_steps
 from rankscope_exporter.adapters.tracing import untransformed
 from rankscope_exporter.measure.kernels.statistics_table import copied_to_host
+from rankscope_exporter.records.optimizer_settings import GroupSettings, OptimizerSettings
 from rankscope_exporter.records.record import (
     LABEL_OF_GROUP,
     Pending,
@@ -254,6 +256,11 @@ class CurrentStep:
         self._has_gone_back = False
         self._next_values: list[Pending] = []  # added while no step is open or after an update
         self._next_events: list[Event] = []
+        self._settings: OptimizerSettings | None = None  # of the latest update
+        self._sizes: list[tuple[int, int]] = []  # identity and number of parameters of each group
+        self._group_of = np.zeros(0, np.int64)
+        self.is_loaded = False
+        """True if a state dict was loaded since the latest update."""
         self._early: set[Any] = set()  # names and labels that were first logged before the first step
         self.logged: set[Any] = set()
         """Names and labels of the numbers that were logged since the last forward pass of the open or last step."""
@@ -337,13 +344,31 @@ class CurrentStep:
             self._next_values = []
 
     def note_learning_rates(self, monitored: MonitoredModel) -> None:
-        """Store the learning rates of all groups for the open step, without waiting for a device."""
+        """Store the learning rates and settings of all groups for the open step, without waiting for a device."""
         if self.pending is not None:
-            rates: dict[str, Any] = {}
-            for optimizer in monitored.optimizers.present():
-                for group in monitored.framework.groups_of(optimizer):
-                    rates[str(len(rates))] = group.get("lr")
+            groups_of = monitored.framework.groups_of
+            owned = [(one, group) for one in monitored.optimizers.present() for group in groups_of(one)]
+            rates = {str(number): group.get("lr") for number, (_, group) in enumerate(owned)}
             self.pending.learning_rates = take("learning_rate", rates)
+            self.pending.settings = self._read_settings(monitored, owned)
+            self.pending.is_loaded, self.is_loaded = self.is_loaded, False
+
+    def _read_settings(
+        self, monitored: MonitoredModel, owned: Sequence[tuple[torch.optim.Optimizer, Mapping[str, Any]]]
+    ) -> OptimizerSettings:
+        """Return the settings of the groups `owned`, in the same object as before unless they have changed."""
+        groups = tuple(GroupSettings.of(*one) for one in owned)
+        sizes = [(id(group), len(group["params"])) for _, group in owned]
+        if sizes != self._sizes:
+            numbers = {identity: number for number, (identity, _) in enumerate(sizes)}
+            states = monitored.states(monitored.tensors())
+            self._sizes, self._group_of = sizes, np.full(max(monitored.owners, default=-1) + 1, -1, np.int64)
+            for owner, state in zip(monitored.owners, states, strict=True):
+                self._group_of[owner] = -1 if state is None else numbers.get(id(state.group), -1)
+        elif self._settings is not None and groups == self._settings.groups:
+            return self._settings
+        self._settings = OptimizerSettings(groups, self._group_of)
+        return self._settings
 
     def add(self, later: Callable[[], Iterable[Scalar]]) -> None:
         """Add the scalars that `later` returns to the open step, or publish them immediately if no step is open.

@@ -8,6 +8,7 @@ The rules and the evaluation of single values, which ranks use, are in `rankscop
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,6 +25,8 @@ from rankscope_contract.model.events import EventType
 from rankscope_contract.model.kinds import JUDGED_OPS, VALUE_OPS
 from rankscope_contract.rules import AnomalyRule, curve
 from rankscope_contract.rules.curve import FEWEST_ROWS, RISE, RISEN_ROWS, Curve, CurveRule, SeriesEvaluator
+from rankscope_contract.rules.evaluator import Frame, ScoreEvaluator
+from rankscope_contract.rules.score import ScoreRule, kinds_of
 from rankscope_ingest.base.tables import table_schema
 from rankscope_storage.base.rule_names import SLOW_FACTOR, SLOW_STEPS
 
@@ -217,6 +220,28 @@ def _series(keys: pa.Table) -> list[tuple[tuple[Any, ...], Integers]]:
     ]
 
 
+class ScoreRules:
+    """Applies those score rules that read logged numbers alone to the scalars of one import."""
+
+    def __init__(self, rules: Iterable[ScoreRule]) -> None:
+        self._rules = tuple(rule for rule in rules if not kinds_of(rule.tree))
+        self._evaluators: dict[tuple[Any, ...], ScoreEvaluator] = {}
+        self.names = {name for rule in self._rules for name in rule.scalars}
+
+    def evaluate(self, table: pa.Table) -> Iterator[Fired]:
+        """Yield a firing for each record of `table` at which a rule fires, with the score instead of a baseline."""
+        rows = np.flatnonzero(_Names(table).rows(self.names) & table.column("value").is_valid().to_numpy())
+        taken = table.select(["rank", "attempt", "seq", "name", "value"]).take(rows).to_pydict().values()
+        records = zip(rows.tolist(), zip(*taken, strict=True), strict=True)
+        for (rank, attempt, _), record in itertools.groupby(records, key=lambda row: row[1][:3]):
+            found = list(record)
+            evaluator = self._evaluators.setdefault((rank, attempt), ScoreEvaluator(self._rules))
+            scalars = {name: value for _, (*_, name, value) in reversed(found)}
+            for firing in evaluator.observe(Frame(scalars=scalars)).firings:
+                named = (row for row, (*_, name, _) in found if name in firing.rule.scalars)
+                yield next(named, found[0][0]), firing.rule, firing.score
+
+
 _SERIES: Final = ("rank", "attempt", "vpp_stage", "micro_step", "kind", "tensor", "index", "call_seq")
 _PLACE: Final = ("run", "attempt", "rank", "incarnation", "seq", "ordinal", "step", "micro_step", "ts", "ts_origin")
 _COUNTS: Final = ("nans", "infs")
@@ -232,7 +257,8 @@ class RuleEvaluator:
     """
 
     def __init__(self, rules: Sequence[AnomalyRule]) -> None:
-        self._rules = tuple(rule for rule in rules if not isinstance(rule, CurveRule))
+        self._rules = tuple(rule for rule in rules if not isinstance(rule, CurveRule | ScoreRule))
+        self._scores = ScoreRules(rule for rule in rules if isinstance(rule, ScoreRule))
         self._curve_rules = tuple(rule for rule in rules if isinstance(rule, CurveRule))
         self._curves = CurveEvaluator(self._curve_rules)
         self._series: dict[tuple[Any, ...], tuple[SeriesEvaluator, ...]] = {}
@@ -240,7 +266,7 @@ class RuleEvaluator:
 
     def learns_from(self, tables: Mapping[str, pa.Table]) -> bool:
         """Return whether later firings depend on the rows of `tables`, also if these rows are already stored."""
-        return "tensor_stats" in tables or ("scalars" in tables and bool(self._curve_rules))
+        return "tensor_stats" in tables or ("scalars" in tables and bool(self._curve_rules or self._scores.names))
 
     def evaluate(self, tables: Mapping[str, pa.Table]) -> dict[str, pa.Table]:
         """Return `tables` with baselines in `tensor_stats`, and with one additional anomaly event per firing.
@@ -251,6 +277,7 @@ class RuleEvaluator:
         events = []
         if "scalars" in tables:
             events += self._scalars(tables["scalars"])
+            events += _events(tables["scalars"], self._scores.evaluate(tables["scalars"]))
             for firing in self._curves.evaluate(tables):
                 fired = zip(firing.rows.tolist(), firing.medians.tolist(), strict=True)
                 events += _events(tables["scalars"], [(row, firing.rule, median) for row, median in fired])
@@ -374,6 +401,10 @@ def _events(table: pa.Table, firings: Iterable[Fired], op: str | None = None) ->
             given["vpp_stage"] = rows.column("vpp_stage")
             subject = (f"{rule.name} on ", given["kind"], " of ", given["tensor"], f": {op}")
         given["message"] = pc.binary_join_element_wise(*subject, " is ", value.cast(pa.string()), "")
+        if isinstance(rule, ScoreRule):
+            scores = [score for _, score in fired]
+            given |= {"value": pa.array(scores, pa.float64()), "baseline": pa.nulls(count, pa.float64())}
+            given["message"] = pa.array([rule.message(None, score) for score in scores])
         if isinstance(rule, CurveRule):
             compared = zip(*(given[name].to_pylist() for name in ("op", "value", "baseline")), strict=True)
             given["message"] = pa.array([rule.message(*each) for each in compared])

@@ -1,0 +1,470 @@
+"""Evaluates score rules, one step after the other: on ranks, in the service, for imports and for replay.
+
+The state of the words, such as the level of a series, is kept here by the text of the expression. Arrays have an
+element for each tensor, and follow a changed plan by the names of the tensors. All numbers are float64.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from rankscope_contract.model.kinds import Kind
+from rankscope_contract.rules.expression import GRADIENT, Node
+from rankscope_contract.rules.score import CONDITIONS, ScoreRule, kinds_named, kinds_of
+
+Values = npt.NDArray[np.float64]
+Value = Any  # a float, or `Values`
+
+FIRST_VERDICT: Final = 60
+"""Number of values of a series from which a level is known."""
+_UNCUT: Final = 20  # values at the beginning that move a level without a limit
+_CUT: Final = 3.0  # in usual deviations: larger deviations move a level as these do
+MOST_FIRINGS: Final = 64
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """The tensors of a plan, and the column of each of their statistics. A layout is compared by its identity."""
+
+    tensors: tuple[Any, ...]
+    """A key for each tensor: its name, and what distinguishes equal names."""
+    columns: Mapping[str, npt.NDArray[np.int64]]
+    """By kind: the column of each tensor in the table of statistics, -1 without one."""
+
+    def __post_init__(self) -> None:
+        selections = {}
+        for kind, columns in self.columns.items():
+            first, count = (int(columns[0]), len(columns)) if len(columns) else (0, 0)
+            is_slice = first >= 0 and np.array_equal(columns, np.arange(first, first + count))
+            selections[kind] = slice(first, first + count) if is_slice else columns
+        object.__setattr__(self, "_selections", selections)
+        object.__setattr__(self, "_absent", {kind: columns < 0 for kind, columns in self.columns.items()})
+
+    def select(self, kind: str, row: Values) -> Values:
+        """Return the values of `kind` in `row`, which has a value for each column; NaN for a tensor without one."""
+        selection = self._selections.get(kind)  # type: ignore[attr-defined]
+        if selection is None:
+            return np.full(len(self.tensors), math.nan)
+        if isinstance(selection, slice):
+            return row[selection]
+        return np.where(self._absent[kind], math.nan, row[selection])  # type: ignore[attr-defined]
+
+
+NO_TENSORS: Final = Layout((), {})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frame:
+    """What the rules see of one step."""
+
+    rows: Mapping[str, Values] = field(default_factory=dict)
+    """By op: a value for each column of the table of statistics, NaN where there is none."""
+    layout: Layout = NO_TENSORS
+    scalars: Mapping[str, float] = field(default_factory=dict)
+    settings: Mapping[str, Values] = field(default_factory=dict)
+    """By name, such as `beta1`: a value for each tensor."""
+    facts: Mapping[str, npt.NDArray[np.bool_]] = field(default_factory=dict)
+    """By name, those of CONDITIONS: whether each tensor has it."""
+    follows: bool = True
+    """Whether the frame before is that of the step before, and nothing but the optimizer has changed the state."""
+
+
+class ScoreFiring(NamedTuple):
+    """A rule that fires. `tensor` is a position in the layout; None for a rule that is judged once per step."""
+
+    rule: ScoreRule
+    tensor: int | None
+    score: float
+
+
+class ScoreVerdict(NamedTuple):
+    """The result of one step: firings that are told, and for each judged rule the largest score with its tensor."""
+
+    firings: list[ScoreFiring]
+    largest: list[ScoreFiring]
+
+
+class _Moving:
+    """A robust moving level and usual deviation of one series or of arrays of series."""
+
+    def __init__(self) -> None:
+        self.level: Value = math.nan
+        self.usual: Value = math.nan
+        self.count: Value = 0.0
+
+    def move(self, x: Value, rate: float) -> tuple[Value, Value]:
+        """Add `x`. Return its deviation from the level before, and the usual deviation before; NaN without them."""
+        if isinstance(x, float):
+            return self._move_number(x, rate)
+        seen = np.isfinite(x)
+        count = self.count if isinstance(self.count, np.ndarray) else np.zeros(np.shape(x))
+        known = count > 0
+        level, usual = np.where(known, self.level, x), np.where(known, self.usual, 0.0)
+        share = np.maximum(1.0 / (count + 1.0), rate)
+        deviation = x - level
+        size = np.abs(deviation)
+        limit = np.where(count < _UNCUT, math.inf, _CUT * usual)
+        size = np.minimum(size, limit)
+        self.level = np.where(seen, level + share * np.copysign(size, deviation), self.level)
+        self.usual = np.where(seen, usual + share * (size - usual), self.usual)
+        self.count = count + seen
+        is_early = count < FIRST_VERDICT
+        return np.where(is_early, math.nan, deviation), np.where(is_early, math.nan, usual)
+
+    def _move_number(self, x: float, rate: float) -> tuple[float, float]:
+        if not math.isfinite(x):
+            return math.nan, math.nan
+        count = self.count
+        level, usual = (self.level, self.usual) if count else (x, 0.0)
+        share = max(1.0 / (count + 1.0), rate)
+        deviation = x - level
+        size = abs(deviation) if count < _UNCUT else min(abs(deviation), _CUT * usual)
+        self.level = level + share * math.copysign(size, deviation)
+        self.usual = usual + share * (size - usual)
+        self.count = count + 1.0
+        return (math.nan, math.nan) if count < FIRST_VERDICT else (deviation, usual)
+
+
+Step = Callable[["ScoreEvaluator"], Value]
+"""A compiled expression: returns its value at the present step of the evaluator."""
+
+
+class ScoreEvaluator:
+    """Evaluates `rules` for the frames of one rank, in their order."""
+
+    def __init__(self, rules: Iterable[ScoreRule], tell: Callable[[str], None] | None = None) -> None:
+        """With `tell`, each reason for which a rule is not judged is told once."""
+        self.rules = tuple(rules)
+        self._tell = tell
+        self._told: set[tuple[str, str]] = set()
+        self._compiled: dict[str, Step] = {}
+        self._steps = [_compiled(rule.tree, self._compiled) for rule in self.rules]
+        self._of_tensors = [rule.is_of_tensors for rule in self.rules]
+        self._reads_tensors = [bool(kinds_of(rule.tree)) for rule in self.rules]
+        self._held: list[Value] = [None] * len(self.rules)
+        self.state: dict[str, Any] = {}
+        self.memo: dict[str, Value] = {}
+        self.frame = Frame()
+        self.count = 0
+        self._layout = NO_TENSORS
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state of an evaluator of logged numbers, which an import stores for the next one."""
+        return {"rules": self.rules, "state": self.state, "held": self._held, "count": self.count}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["rules"])  # type: ignore[misc]
+        self.state, self._held, self.count = state["state"], state["held"], state["count"]
+
+    def observe(self, frame: Frame) -> ScoreVerdict:
+        """Evaluate the rules for the next step. At most 64 firings are returned, the largest of each rule first."""
+        if frame.rows and frame.layout is not self._layout:
+            self._follow(self._layout, frame.layout)
+            self._layout = frame.layout
+        self.frame, self.memo = frame, {}
+        self.count += 1
+        firings: list[ScoreFiring] = []
+        largest: list[ScoreFiring] = []
+        with np.errstate(all="ignore"):
+            for place, rule in enumerate(self.rules):
+                if self._reads_tensors[place] and not frame.rows:
+                    continue  # a record of logged numbers alone
+                scores = self._steps[place](self)  # also before its first verdict, for the state of its words
+                if self._of_tensors[place]:
+                    self._judge_tensors(
+                        place, rule, np.broadcast_to(scores, len(frame.layout.tensors)), firings, largest
+                    )
+                else:
+                    self._judge(place, rule, float(scores), firings, largest)
+        return ScoreVerdict(firings[:MOST_FIRINGS], largest)
+
+    def _judge(self, place: int, rule: ScoreRule, score: float, firings: list[Any], largest: list[Any]) -> None:
+        if math.isnan(score) or self.count <= rule.after_steps:
+            return
+        found = ScoreFiring(rule, None, score)
+        largest.append(found)
+        held = rule.latch if self._held[place] is None else self._held[place]
+        self._held[place] = held + 1 if score <= rule.above else 0
+        if score > rule.above and held >= rule.latch:
+            firings.append(found)
+
+    def _judge_tensors(self, place: int, rule: ScoreRule, scores: Values, firings: Any, largest: Any) -> None:
+        for name in rule.holds_for:
+            scores = self._where_it_holds(rule, name, scores)
+        judged = ~np.isnan(scores)
+        if self.count <= rule.after_steps or not judged.any():
+            return
+        at = int(np.argmax(np.where(judged, scores, -math.inf)))
+        largest.append(ScoreFiring(rule, at, float(scores[at])))
+        held = self._held[place]
+        if held is None:
+            held = np.full(len(scores), rule.latch)
+        fires = scores > rule.above
+        self._held[place] = np.where(fires, 0, held + judged)
+        told = np.flatnonzero(fires & (held >= rule.latch))
+        for tensor in told[np.argsort(-scores[told], kind="stable")].tolist():
+            firings.append(ScoreFiring(rule, tensor, float(scores[tensor])))
+
+    def _where_it_holds(self, rule: ScoreRule, condition: str, scores: Values) -> Values:
+        holds = self.frame.facts.get(condition)
+        if holds is None or holds.all():
+            return scores
+        concerned = ~holds & ~np.isnan(scores)
+        if concerned.any() and self._tell is not None and (rule.name, condition) not in self._told:
+            self._told.add((rule.name, condition))
+            count = int(concerned.sum())
+            self._tell(f"{rule.name} is not judged for {count} tensors: {CONDITIONS[condition]}")
+        return np.where(holds, scores, math.nan)
+
+    def _follow(self, old: Layout, new: Layout) -> None:
+        """Move all state to the tensors of another layout."""
+        place = {tensor: position for position, tensor in enumerate(old.tensors)}
+        before = np.array([place.get(tensor, -1) for tensor in new.tensors], np.int64)
+        count = len(old.tensors)
+
+        def moved(value: Any, fresh: float) -> Any:
+            if not isinstance(value, np.ndarray) or value.shape != (count,):
+                return value
+            return np.where(before >= 0, value[before], fresh) if count else np.full(len(before), fresh)
+
+        for state in self.state.values():
+            if isinstance(state, _Moving):
+                state.level, state.usual = moved(state.level, math.nan), moved(state.usual, math.nan)
+                state.count = moved(state.count, 0.0)
+            else:
+                state[:] = [moved(value, math.nan) for value in state]
+        for position, rule in enumerate(self.rules):
+            if isinstance(self._held[position], np.ndarray):
+                self._held[position] = moved(self._held[position], float(rule.latch))
+
+
+def _number(node: Node) -> float:
+    return float(node.value)
+
+
+def _divided(x: Value, y: Value) -> Value:
+    if isinstance(x, float) and isinstance(y, float):
+        return x / y if y else math.nan
+    return np.true_divide(x, y)
+
+
+def _log(x: Value) -> Value:
+    if isinstance(x, float):
+        return math.log(x) if x > 0 else math.nan
+    return np.log(np.where(x > 0, x, math.nan))
+
+
+def _sqrt(x: Value) -> Value:
+    return (math.sqrt(x) if x >= 0 else math.nan) if isinstance(x, float) else np.sqrt(x)
+
+
+def _compared(compare: Callable[[Any, Any], Any]) -> Callable[[Value, Value], Value]:
+    return lambda x, y: 1.0 * compare(x, y)
+
+
+def _median(x: Values) -> float:
+    known = x[~np.isnan(x)]
+    return float(np.median(known)) if len(known) else math.nan
+
+
+def _reduced(function: Any, values: Sequence[Value]) -> Value:
+    found = values[0]
+    for value in values[1:]:
+        found = function(found, value)
+    return found if isinstance(found, np.ndarray) else float(found)
+
+
+_FUNCTIONS: Final[dict[str, Callable[..., Value]]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "/": _divided,
+    **{
+        sign: _compared(compare)
+        for sign, compare in {">": operator.gt, "<": operator.lt, ">=": operator.ge, "<=": operator.le}.items()
+    },
+    "abs": abs,
+    "log": _log,
+    "sqrt": _sqrt,
+    "sum": lambda x: float(np.nansum(x)) if np.size(x) else math.nan,
+    "over_tensors": _median,
+    "max": lambda *values: _reduced(np.fmax, values),
+    "min": lambda *values: _reduced(np.fmin, values),
+}
+"""Words without state, as functions of values."""
+
+
+def _compiled(node: Node, known: dict[str, Step]) -> Step:
+    """Return the compiled form of `node`. Equal parts of expressions are compiled and, in a step, computed once."""
+    source = node.source
+    if source not in known:
+        step = _compile(node, known)
+        known[source] = step if node.name == "number" else _remembered(step, source)
+    return known[source]
+
+
+def _remembered(step: Step, source: str) -> Step:
+    def value(evaluator: ScoreEvaluator) -> Value:
+        memo = evaluator.memo
+        found = memo.get(source)
+        if found is None:
+            found = memo[source] = step(evaluator)
+        return found
+
+    return value
+
+
+def _compile(node: Node, known: dict[str, Step]) -> Step:
+    if node.name == "number":
+        number = _number(node)
+        return lambda _: number
+    if "." in node.name:
+        return _statistic(*node.name.split("."))
+    if node.name == "scalar":
+        name = str(node.arguments[0].value)
+        return lambda evaluator: float(evaluator.frame.scalars.get(name, math.nan))
+    if not node.arguments:
+        return lambda evaluator: evaluator.frame.settings.get(node.name, math.nan)
+    if node.name in _STATEFUL:
+        constants = [_number(one) for one in node.arguments[:-1]]
+        inner, word, source = _compiled(node.arguments[-1], known), _STATEFUL[node.name], _state_key(node)
+        return lambda evaluator: word(evaluator, source, inner(evaluator), *constants)
+    function = _FUNCTIONS[node.name]
+    arguments = [_compiled(one, known) for one in node.arguments]
+    if len(arguments) == 2:
+        left, right = arguments
+        return lambda evaluator: function(left(evaluator), right(evaluator))
+    return lambda evaluator: function(*[one(evaluator) for one in arguments])
+
+
+def _state_key(node: Node) -> str:
+    """Return the name of the state of a word. The words about a level of the same value share its state."""
+    name = "moving" if node.name in _LEVELS else node.name
+    return Node(name, node.arguments).source
+
+
+def _statistic(kind: str, op: str) -> Step:
+    kinds = kinds_named(kind)
+
+    def value(evaluator: ScoreEvaluator) -> Value:
+        layout, rows = evaluator.frame.layout, evaluator.frame.rows
+        row = rows["norm"] / np.sqrt(rows["numel"]) if op == "rms" else rows[op]
+        found = None
+        for one in kinds:
+            if one in layout.columns:
+                values = layout.select(one, row)
+                found = values if found is None else np.where(np.isnan(found), values, found)
+        if found is None:
+            return np.full(len(layout.tensors), math.nan)
+        if kind != GRADIENT or Kind.PARAM_AFTER not in layout.columns:
+            return found
+        return np.where(np.isnan(layout.select(Kind.PARAM_AFTER, rows["numel"])), math.nan, found)
+
+    return value
+
+
+def _last(evaluator: ScoreEvaluator, source: str, x: Value) -> Value:
+    state = evaluator.state.setdefault(source, [math.nan])
+    if _is_absent(x):
+        return math.nan
+    before, state[0] = state[0], x
+    return before if evaluator.frame.follows else math.nan
+
+
+def _ago(evaluator: ScoreEvaluator, source: str, x: Value, n: float) -> Value:
+    values = evaluator.state.setdefault(source, [])
+    if _is_absent(x):
+        return math.nan
+    before = values[0] if len(values) == n else math.nan
+    _append(values, x, n)
+    return before
+
+
+def _is_absent(x: Value) -> bool:
+    """Return whether a number is absent at this step: it leaves the state of a word as it is."""
+    return isinstance(x, float) and math.isnan(x)
+
+
+def _append(values: list[Value], x: Value, n: float) -> None:
+    """Append `x`, and keep the last n values."""
+    values.append(x)
+    del values[: -int(n)]
+
+
+def _moved(evaluator: ScoreEvaluator, source: str, x: Value, rate: float) -> tuple[Value, Value]:
+    found: tuple[Value, Value] | None = evaluator.memo.get(source)
+    if found is None:
+        moving = evaluator.state.setdefault(source, _Moving())
+        found = evaluator.memo[source] = moving.move(x, rate)
+    return found
+
+
+def _held(evaluator: ScoreEvaluator, source: str, z: Value, n: float, clip: float) -> Value:
+    values: list[Value] = evaluator.state.setdefault(source, [])
+    if isinstance(z, float):
+        if not math.isnan(z):
+            _append(values, min(max(z, -clip), clip), n)
+        return sum(values) / math.sqrt(n) if len(values) == n and not math.isnan(z) else math.nan
+    _append(values, np.clip(z, -clip, clip), n)
+    return np.sum(values, axis=0) / math.sqrt(n) if len(values) == n else math.nan
+
+
+def _least(evaluator: ScoreEvaluator, source: str, x: Value, n: float) -> Value:
+    values: list[Value] = evaluator.state.setdefault(source, [])
+    if not _is_absent(x):
+        _append(values, x, n)
+    if _is_absent(x) or len(values) < n:
+        return math.nan
+    return min(values) if isinstance(x, float) else np.min(values, axis=0)
+
+
+def _exceeded(evaluator: ScoreEvaluator, source: str, x: Value, share: float, n: float) -> Value:
+    values: list[Value] = evaluator.state.setdefault(source, [])
+    if not _is_absent(x):
+        _append(values, x, n)
+    if _is_absent(x) or len(values) < n:
+        return math.nan
+    found = np.quantile(np.array(values), 1.0 - share, axis=0)
+    return found if isinstance(x, np.ndarray) else float(found)
+
+
+def _lowest(evaluator: ScoreEvaluator, source: str, x: Value) -> Value:
+    state = evaluator.state.setdefault(source, [math.nan])
+    before = state[0]
+    state[0] = np.fmin(before, x) if isinstance(x, np.ndarray) else float(np.fmin(before, x))
+    return before
+
+
+def _ceiling(evaluator: ScoreEvaluator, source: str, x: float, n: float, share: float) -> float:
+    state = evaluator.state.setdefault(source, [math.nan, 0.0])
+    highest, count = state
+    if math.isnan(x):
+        return math.nan
+    if not x <= highest * (1 + share):
+        state[:] = [x, 1.0]
+    elif x >= highest * (1 - share):
+        state[:] = [max(x, highest), count + 1.0]
+    return highest if count >= n else math.nan
+
+
+_LEVELS: Final = ("level", "deviation", "usual")
+_STATEFUL: Final[dict[str, Callable[..., Value]]] = {
+    "last": _last,
+    "ago": _ago,
+    "level": lambda evaluator, source, x, rate: _divided(*_moved(evaluator, source, x, rate)),
+    "deviation": lambda evaluator, source, x, rate: _moved(evaluator, source, x, rate)[0],
+    "usual": lambda evaluator, source, x, rate: _moved(evaluator, source, x, rate)[1],
+    "held": _held,
+    "least": _least,
+    "exceeded": _exceeded,
+    "lowest": _lowest,
+    "ceiling": _ceiling,
+}
+"""Words with state: functions of the evaluator, the name of their state, their value, and their constants."""

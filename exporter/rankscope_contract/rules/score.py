@@ -1,0 +1,189 @@
+"""ScoreRule: a rule is one score and one limit."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, Final
+
+from rankscope_contract.model.events import Severity
+from rankscope_contract.model.kinds import GRADIENT_KINDS, Kind
+from rankscope_contract.rules import AnomalyRule
+from rankscope_contract.rules.expression import GRADIENT, Node, parse
+
+RULE_SCORE: Final = "rule_score"
+"""Name of the scalar with the largest score of a rule at a step; its labels are the rule and the tensor."""
+
+CONDITIONS: Final[dict[str, str]] = {
+    "adam": "the optimizer is not Adam, AdamW, NAdam or RAdam of torch",
+    "decoupled_decay": "weight decay is part of the gradient",
+    "minimizes": "the optimizer maximizes",
+    "float32_moments": "the moments of the optimizer are not float32",
+    "same_part": "gradient and optimizer state are different parts of the parameter on this rank",
+    "plain_gradient": "the optimizer itself divides the gradient by the loss scale",
+}
+"""Facts about the optimizer of a tensor that rules can need, each with the sentence for tensors without it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreRule(AnomalyRule):
+    """Fires where `score`, an expression (see `expression.WORDS`), is above `above`. In health it is about 0.
+
+    A rule is judged for each tensor if a statistic of its score is that of a tensor, otherwise once per step. It is
+    judged from step `after_steps` of the process on. With `holds_for`, it is judged only for tensors for which these
+    `CONDITIONS` are true. It fires once, and again after it held for `latch` steps.
+    """
+
+    score: str
+    above: float
+    holds_for: tuple[str, ...] = ()
+    after_steps: int = 0
+    latch: int = 20
+
+    def __post_init__(self) -> None:
+        AnomalyRule.__post_init__(self)
+        self.check_threshold(self.above)
+        self.check_names("holds_for")
+        if unknown := [name for name in self.holds_for if name not in CONDITIONS]:
+            raise ValueError(f"{self.name}: holds_for must be some of {', '.join(CONDITIONS)}, not {unknown[0]}")
+        try:
+            self.tree  # noqa: B018 - an error in the text is found here
+        except ValueError as error:
+            raise ValueError(f"{self.name}: score: {error}") from error
+
+    @property
+    def tree(self) -> Node:
+        return _tree(self.score)
+
+    @property
+    def is_of_tensors(self) -> bool:
+        """Return whether the score has a value for each tensor, and not one for the rank."""
+        return is_of_tensors(self.tree)
+
+    @property
+    def subject(self) -> str:
+        """Return the logged number that the score reads first; `score` if it reads none."""
+        return next(iter(self.scalars), "score")
+
+    @property
+    def scalars(self) -> list[str]:
+        """Return the names of the logged numbers that the score reads."""
+        return [str(node.arguments[0].value) for node in self.tree.walk() if node.name == "scalar"]
+
+    def message(self, tensor: str | None, score: float) -> str:
+        """Return the text of an event."""
+        where = f" on {tensor}" if tensor else ""
+        return f"{self.name}{where}: {self.summary} (score {score:.3g}, limit {self.above:g})"
+
+    def judges(self, kind: str | None, op: str) -> bool:
+        return kind is None and op == "value" and not self.is_of_tensors  # the score of a tensor is no statistic of it
+
+    def reads(self, kind: str | None, op: str) -> bool:
+        kinds = (kind, GRADIENT) if kind in GRADIENT_KINDS else (kind,)
+        ops = (op, "rms") if op == "norm" else (op,)
+        return any(node.name == f"{one}.{name}" for node in self.tree.walk() for one in kinds for name in ops)
+
+    def for_scalar(self, name: str) -> None:  # noqa: ARG002 - the score says which scalars it reads
+        return
+
+    def fires(self, op: str, value: Any, baseline: Any) -> Any:  # noqa: ARG002 - the signature of every rule
+        return value > self.above
+
+    def limit(self) -> float:
+        return self.above
+
+
+@functools.lru_cache(maxsize=256)
+def _tree(text: str) -> Node:
+    return parse(text)
+
+
+def kinds_of(tree: Node) -> list[str]:
+    """Return the kinds of tensors whose statistics `tree` reads, in the order of the text."""
+    return list(dict.fromkeys(node.name.partition(".")[0] for node in tree.walk() if "." in node.name))
+
+
+def kinds_named(kind: str) -> tuple[str, ...]:
+    """Return the kinds of tensors that `kind` in an expression stands for, the preferred one first."""
+    return (Kind.GRAD_CLIPPED, Kind.GRAD_REDUCED) if kind == GRADIENT else (kind,)
+
+
+def is_of_tensors(tree: Node) -> bool:
+    """Return whether the value of `tree` has an element for each tensor."""
+    if tree.name in ("sum", "over_tensors"):
+        return False
+    return "." in tree.name or tree.name in _OF_TENSORS or any(map(is_of_tensors, tree.arguments))
+
+
+_OF_TENSORS: Final = ("beta1", "beta2", "weight_decay")
+
+_ADAM_MEAN = f"beta1 * last({Kind.EXP_AVG}.mean) + (1 - beta1) * {GRADIENT}.mean"
+_ADAM_SQUARE = (
+    f"beta2 * last({Kind.EXP_AVG_SQ}.mean) + (1 - beta2) * {GRADIENT}.norm * {GRADIENT}.norm / {Kind.EXP_AVG_SQ}.numel"
+)
+_BEFORE, _AFTER = Kind.PARAM_BEFORE, Kind.PARAM_AFTER
+_GROWTH = f"log({_AFTER}.norm) - ago(10, log({_AFTER}.norm))"
+_OWN_GROWTH = f"({_GROWTH}) - over_tensors({_GROWTH})"
+_LOG_NORM = f"log({GRADIENT}.norm)"
+_OWN_LEVEL = f"deviation(0.02, {_LOG_NORM}) - over_tensors(deviation(0.02, {_LOG_NORM}))"
+
+EXACT_RULES: Final = (
+    ScoreRule(
+        name="ParamMovedBetween",
+        summary="something other than the optimizer has changed the parameter since the step before",
+        score="max(max("
+        + ", ".join(f"abs({_BEFORE}.{op} - last({_AFTER}.{op}))" for op in ("min", "max", "mean"))
+        + f") / last({_AFTER}.rms), abs({_BEFORE}.norm / last({_AFTER}.norm) - 1))",
+        above=1e-5,
+    ),
+    ScoreRule(
+        name="AdamBooks",
+        summary="the moments of Adam do not follow from the moments before and the gradient",
+        score=f"max(abs({Kind.EXP_AVG}.mean - ({_ADAM_MEAN})) / {Kind.EXP_AVG}.rms, "
+        f"abs({Kind.EXP_AVG_SQ}.mean / ({_ADAM_SQUARE}) - 1))",
+        above=1e-5,
+        severity=Severity.CRITICAL,
+        holds_for=("adam", "decoupled_decay", "minimizes", "float32_moments", "same_part", "plain_gradient"),
+    ),
+    ScoreRule(
+        name="ClipCap",
+        summary="the gradient that the optimizer got is above the norm to which it was clipped before",
+        score=f"log(sqrt(sum({GRADIENT}.norm * {GRADIENT}.norm)) "
+        f"/ ceiling(20, 0.001, sqrt(sum({GRADIENT}.norm * {GRADIENT}.norm))))",
+        above=0.01,
+    ),
+)
+"""Rules whose score is rounding in health."""
+
+LEVEL_RULES: Final = (
+    ScoreRule(
+        name="WeightDrift",
+        summary="all weights grow or shrink at another rate than before",
+        score=f"abs(deviation(0.02, over_tensors({_GROWTH})))",
+        above=0.026,
+        after_steps=101,
+    ),
+    ScoreRule(
+        name="TensorDrift",
+        summary="the norm of the parameter changes unlike before, and unlike those of the others",
+        score=f"abs(deviation(0.02, {_OWN_GROWTH})) / (0.01 + usual(0.02, {_OWN_GROWTH}))",
+        above=9.0,
+        after_steps=101,
+    ),
+    ScoreRule(
+        name="LossShift",
+        summary="the loss has left its level",
+        score='held(5, 8, level(0.05, scalar("loss")))',
+        above=6.5,
+    ),
+    ScoreRule(
+        name="GradSpike",
+        summary="the gradient is far larger than before, compared with those of the other tensors",
+        score=f"({_OWN_LEVEL}) / (0.5 + usual(0.02, {_OWN_LEVEL}))",
+        above=3.95,
+        latch=0,
+    ),
+)
+"""Rules that compare values with a level that follows them slowly."""
+
+SCORE_RULES: Final = (*EXACT_RULES, *LEVEL_RULES)
