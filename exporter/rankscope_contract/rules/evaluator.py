@@ -152,7 +152,7 @@ class ScoreEvaluator:
         self.state: dict[str, Any] = {}
         self.memo: dict[str, Value] = {}
         self.frame = Frame()
-        self.count = 0
+        self.count = self.measured = 0  # frames, and those of them with statistics
         self._layout = NO_TENSORS
 
     def __getstate__(self) -> dict[str, Any]:
@@ -170,6 +170,7 @@ class ScoreEvaluator:
             self._layout = frame.layout
         self.frame, self.memo = frame, {}
         self.count += 1
+        self.measured += bool(frame.rows)
         firings: list[ScoreFiring] = []
         largest: list[ScoreFiring] = []
         with np.errstate(all="ignore"):
@@ -186,7 +187,8 @@ class ScoreEvaluator:
         return ScoreVerdict(firings[:MOST_FIRINGS], largest)
 
     def _judge(self, place: int, rule: ScoreRule, score: float, firings: list[Any], largest: list[Any]) -> None:
-        if math.isnan(score) or self.count <= rule.after_steps:
+        seen = self.measured if self._reads_tensors[place] else self.count
+        if math.isnan(score) or seen <= rule.after_steps:
             return
         found = ScoreFiring(rule, None, score)
         largest.append(found)
@@ -199,7 +201,7 @@ class ScoreEvaluator:
         for name in rule.holds_for:
             scores = self._where_it_holds(rule, name, scores)
         judged = ~np.isnan(scores)
-        if self.count <= rule.after_steps or not judged.any():
+        if self.measured <= rule.after_steps or not judged.any():
             return
         at = int(np.argmax(np.where(judged, scores, -math.inf)))
         largest.append(ScoreFiring(rule, at, float(scores[at])))
@@ -351,23 +353,26 @@ def _state_key(node: Node) -> str:
 
 
 def _statistic(kind: str, op: str) -> Step:
-    kinds = kinds_named(kind)
+    def values(evaluator: ScoreEvaluator) -> Values:
+        if op != "rms":
+            return _selected(evaluator.frame, kind, op)
+        return _selected(evaluator.frame, kind, "norm") / np.sqrt(_selected(evaluator.frame, kind, "numel"))
 
-    def value(evaluator: ScoreEvaluator) -> Value:
-        layout, rows = evaluator.frame.layout, evaluator.frame.rows
-        row = rows["norm"] / np.sqrt(rows["numel"]) if op == "rms" else rows[op]
-        found = None
-        for one in kinds:
-            if one in layout.columns:
-                values = layout.select(one, row)
-                found = values if found is None else np.where(np.isnan(found), values, found)
-        if found is None:
-            return np.full(len(layout.tensors), math.nan)
-        if kind != GRADIENT or Kind.PARAM_AFTER not in layout.columns:
-            return found
-        return np.where(np.isnan(layout.select(Kind.PARAM_AFTER, rows["numel"])), math.nan, found)
+    return values
 
-    return value
+
+def _selected(frame: Frame, kind: str, op: str) -> Values:
+    layout, row = frame.layout, frame.rows[op]
+    found: Values | None = None
+    for one in kinds_named(kind):
+        if one in layout.columns:
+            own = layout.select(one, row)
+            found = own if found is None else np.where(np.isnan(found), own, found)
+    if found is None:
+        return np.full(len(layout.tensors), math.nan)
+    if kind != GRADIENT or Kind.PARAM_AFTER not in layout.columns:
+        return found
+    return np.where(np.isnan(layout.select(Kind.PARAM_AFTER, frame.rows["numel"])), math.nan, found)
 
 
 def _last(evaluator: ScoreEvaluator, source: str, x: Value) -> Value:

@@ -36,7 +36,12 @@ def _words() -> Iterator[tuple[str, Word]]:
     yield "sum", Word(("x",), "Sum over the tensors of the rank.")
     yield "over_tensors", Word(("x",), "Median over the tensors of the rank.")
     yield "others", Word(("x",), "Mean over the other ranks that have the tensor. Only for rules between ranks.")
-    yield "scalar", Word(("name",), "The logged number with this name.")
+    yield (
+        "scalar",
+        Word(
+            ("name",), "The logged number with this name, or with this name and label, such as learning_rate/group=0."
+        ),
+    )
     yield "last", Word(("x",), "Value at the step before; NaN if that step was not measured.")
     yield "ago", Word(("n", "x"), "Value n measured steps ago.")
     yield "level", Word(("rate", "x"), "Deviation of x from its robust moving level, in usual deviations.")

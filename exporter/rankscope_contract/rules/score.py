@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from rankscope_contract.model.events import Severity
 from rankscope_contract.model.kinds import GRADIENT_KINDS, Kind
+from rankscope_contract.model.phases import LABEL, STEP_PHASE_SECONDS, Phase
 from rankscope_contract.rules import AnomalyRule
 from rankscope_contract.rules.expression import GRADIENT, Node, parse
 
@@ -124,6 +125,7 @@ _ADAM_SQUARE = (
 _BEFORE, _AFTER = Kind.PARAM_BEFORE, Kind.PARAM_AFTER
 _GROWTH = f"log({_AFTER}.norm) - ago(10, log({_AFTER}.norm))"
 _OWN_GROWTH = f"({_GROWTH}) - over_tensors({_GROWTH})"
+_DATA_WAIT = f'scalar("{STEP_PHASE_SECONDS}/{LABEL}={Phase.DATA_WAIT}")'
 _LOG_NORM = f"log({GRADIENT}.norm)"
 _OWN_LEVEL = f"deviation(0.02, {_LOG_NORM}) - over_tensors(deviation(0.02, {_LOG_NORM}))"
 
@@ -182,6 +184,20 @@ LEVEL_RULES: Final = (
         score=f"({_OWN_LEVEL}) / (0.5 + usual(0.02, {_OWN_LEVEL}))",
         above=3.95,
         latch=0,
+    ),
+    ScoreRule(
+        name="DataWait",
+        summary="the rank waits for data for a larger share of its steps than before",
+        score=f'exceeded(0.8, 40, deviation(0.005, {_DATA_WAIT} / scalar("step_seconds")))',
+        above=0.055,
+        latch=200,
+    ),
+    ScoreRule(
+        name="EvalRise",
+        summary="the loss of the last three evaluations is above the best one before",
+        score='least(3, scalar("eval_loss")) / lowest(scalar("eval_loss")) - 1',
+        above=0.015,
+        severity=Severity.INFO,
     ),
 )
 """Rules that compare values with a level that follows them slowly."""

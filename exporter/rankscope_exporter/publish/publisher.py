@@ -356,13 +356,15 @@ class Publisher:
                 record.events.append(self._anomaly(item))
             firing |= verdict.firing
             self.events_left_out += verdict.left_out
-        events, scores = call("judging a step", self.scores.judge, record, finished, scalars, self.pp_stage) or ([], [])
+        later: list[Scalar] = []
+        for function in record.later:
+            later += call(f"reading {getattr(function, '__qualname__', 'a number')}", function) or ()
+        logged = (record, finished, [*scalars, *later], self.pp_stage)
+        events, scores = call("judging a step", self.scores.judge, *logged) or ([], [])
         for event in (*self._scalar_anomalies(scalars), *events):
             record.events.append(event)
             firing.add((str(event.rule), event.kind or NO_KIND))
-        scalars += self._changed_totals(scalars) + scores
-        for later in record.later:  # no rule evaluates these: bytes and seconds of the monitor itself
-            scalars += call(f"reading {getattr(later, '__qualname__', 'a number')}", later) or ()
+        scalars += self._changed_totals(scalars) + scores + later
         record.scalars, record.firing = scalars, frozenset(firing)
         for deferred in record.deferred:
             read = call(f"rows of {deferred.dataset}", _rows_of, deferred, self.has_chunks)

@@ -8,6 +8,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from rankscope_contract.model.event_tags import scalar_tag
 from rankscope_contract.model.events import Event, EventType
 from rankscope_contract.model.kinds import COUNT_OPS, GRADIENT_KINDS, VALUE_OPS, Kind
 from rankscope_contract.model.schema import PlanEntry
@@ -27,6 +28,8 @@ class StepScores:
     def __init__(self, rules: Sequence[object], tell: Callable[[str], None]) -> None:
         """Judge those of `rules` that are score rules; `tell` receives what is not judged."""
         self._evaluator = ScoreEvaluator([rule for rule in rules if isinstance(rule, ScoreRule)], tell)
+        tags = (tag for rule in self._evaluator.rules for tag in rule.scalars)
+        self._names = {tag.partition("/")[0] for tag in tags}
         self._version: PlanVersion | None = None
         self._layout = Layout((), {})
         self._entries: list[PlanEntry] = []  # one for each tensor of the layout
@@ -52,7 +55,10 @@ class StepScores:
         return events, scores
 
     def _frame(self, record: StepRecord, finished: Finished | None, scalars: Sequence[Scalar]) -> Frame:
-        numbers = {scalar.name: scalar.value for scalar in reversed(scalars)}
+        numbers = {}
+        for scalar in reversed(scalars):
+            if scalar.name in self._names:
+                numbers[scalar.name] = numbers[scalar_tag(scalar.name, scalar.labels)] = scalar.value
         if finished is None or record.plan is None:
             return Frame(scalars=numbers)
         self._follow(record.plan)

@@ -14,6 +14,7 @@ SIZES = (40, 7, 120)
 KINDS = ("param_before", "grad_reduced", "grad_clipped", "exp_avg", "exp_avg_sq", "param_after")
 OPS = ("norm", "min", "max", "mean", "numel")
 RULES = {rule.name: rule for rule in SCORE_RULES}
+SCALARS = "loss", "eval_loss", "step_seconds", "step_phase_seconds/phase=data_wait"
 
 
 class Training:
@@ -95,6 +96,8 @@ class Oracle:
         self.levels = {}
         self.clipped = []
         self.z = []
+        self.logged = []
+        self.waits = []
 
     def level(self, key, rate, x):
         return self.levels.setdefault(key, Level(rate)).add(x)
@@ -157,6 +160,17 @@ class Oracle:
         self.z = [*self.z, max(-8.0, min(8.0, deviation / usual))]
         return sum(self.z[-5:]) / math.sqrt(5) if len(self.z) >= 5 else None
 
+    def datawait(self):
+        logged = self.logged[-1]
+        deviation = self.level("wait", 0.005, logged[SCALARS[3]] / logged["step_seconds"])[0]
+        self.waits = [*self.waits, *([] if math.isnan(deviation) else [deviation])][-40:]
+        return float(np.quantile(self.waits, 0.2)) if len(self.waits) == 40 else None
+
+    def evalrise(self):
+        found = [one["eval_loss"] for one in self.logged if "eval_loss" in one]
+        is_new = "eval_loss" in self.logged[-1]
+        return min(found[-3:]) / min(found[:-1]) - 1 if is_new and len(found) >= 3 else None
+
     def gradspike(self):
         norms = self.rows("norm", "grad_clipped")
         own = [self.level(("norm", place), 0.02, math.log(norm))[0] for place, norm in enumerate(norms)]
@@ -190,6 +204,8 @@ FIRES = {
     "decay": {"WeightDrift"},
     "growth": {"TensorDrift"},
     "labels": {"LossShift"},
+    "waiting": {"DataWait"},
+    "evaluation": {"EvalRise"},
 }
 
 
@@ -197,13 +213,19 @@ FIRES = {
 def test_scores_are_those_of_the_formulas_and_the_fault_fires(fault):
     training, oracle, evaluator = Training(), Oracle(), ScoreEvaluator(SCORE_RULES)
     fired, compared = set(), 0
-    for number in range(1, 206):
+    for number in range(1, 236):
         if number == 190:
             injected(training, fault)
-        loss = float(training.random.normal(2.0, 0.1)) + (1.0 if fault == "labels" and number >= 190 else 0.0)
+        is_faulty = number >= 190
+        loss = float(training.random.normal(2.0, 0.1)) + (1.0 if fault == "labels" and is_faulty else 0.0)
+        wait = 0.01 + 0.002 * float(training.random.random()) + (0.08 if fault == "waiting" and is_faulty else 0.0)
+        scalars = {"loss": loss, "step_seconds": 0.1, SCALARS[3]: wait}
+        if number % 10 == 0:
+            scalars["eval_loss"] = 2.0 - number * 1e-3 + (0.5 if fault == "evaluation" and is_faulty else 0.0)
         oracle.losses.append(loss)
+        oracle.logged.append(scalars)
         oracle.steps.append(training.step())
-        verdict = evaluator.observe(frame_of(oracle.steps[-1], scalars={"loss": loss}))
+        verdict = evaluator.observe(frame_of(oracle.steps[-1], scalars=scalars))
         scores = {one.rule.name: one.score for one in verdict.largest}
         expected = {name: getattr(oracle, name.lower())() for name in RULES}
         for name, score in expected.items():

@@ -226,7 +226,7 @@ class ScoreRules:
     def __init__(self, rules: Iterable[ScoreRule]) -> None:
         self._rules = tuple(rule for rule in rules if not kinds_of(rule.tree))
         self._evaluators: dict[tuple[Any, ...], ScoreEvaluator] = {}
-        self.names = {name for rule in self._rules for name in rule.scalars}
+        self.names = {name for rule in self._rules for name in rule.scalars if "/" not in name}  # without labels
 
     def evaluate(self, table: pa.Table) -> Iterator[Fired]:
         """Yield a firing for each record of `table` at which a rule fires, with the score instead of a baseline."""
