@@ -122,6 +122,8 @@ _ADAM_MEAN = f"beta1 * last({Kind.EXP_AVG}.mean) + (1 - beta1) * {GRADIENT}.mean
 _ADAM_SQUARE = (
     f"beta2 * last({Kind.EXP_AVG_SQ}.mean) + (1 - beta2) * {GRADIENT}.norm * {GRADIENT}.norm / {Kind.EXP_AVG_SQ}.numel"
 )
+_FIRST = f"{Kind.EXP_AVG}.norm"
+_KEPT, _TAKEN = f"beta1 * last({_FIRST})", f"(1 - beta1) * {GRADIENT}.norm"  # the norm of a sum is between these
 _BEFORE, _AFTER = Kind.PARAM_BEFORE, Kind.PARAM_AFTER
 _GROWTH = f"log({_AFTER}.norm) - ago(10, log({_AFTER}.norm))"
 _OWN_GROWTH = f"({_GROWTH}) - over_tensors({_GROWTH})"
@@ -142,7 +144,8 @@ EXACT_RULES: Final = (
         name="AdamBooks",
         summary="the moments of Adam do not follow from the moments before and the gradient",
         score=f"max(abs({Kind.EXP_AVG}.mean - ({_ADAM_MEAN})) / {Kind.EXP_AVG}.rms, "
-        f"abs({Kind.EXP_AVG_SQ}.mean / ({_ADAM_SQUARE}) - 1))",
+        f"abs({Kind.EXP_AVG_SQ}.mean / ({_ADAM_SQUARE}) - 1), "
+        f"({_FIRST} - ({_KEPT} + {_TAKEN})) / {_FIRST}, (abs({_KEPT} - {_TAKEN}) - {_FIRST}) / {_FIRST})",
         above=1e-5,
         severity=Severity.CRITICAL,
         holds_for=("adam", "decoupled_decay", "minimizes", "float32_moments", "same_part", "plain_gradient"),

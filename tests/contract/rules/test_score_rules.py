@@ -128,7 +128,9 @@ class Oracle:
             mean = beta1 * last["exp_avg"][place]["mean"] + (1 - beta1) * gradient["mean"]
             square = beta2 * last["exp_avg_sq"][place]["mean"] + (1 - beta2) * gradient["norm"] ** 2 / size
             rms = m["norm"] / math.sqrt(size)
-            found.append(max(abs(m["mean"] - mean) / rms, abs(v["mean"] / square - 1)))
+            kept, taken = beta1 * last["exp_avg"][place]["norm"], (1 - beta1) * gradient["norm"]
+            outside = max(m["norm"] - (kept + taken), abs(kept - taken) - m["norm"]) / m["norm"]
+            found.append(max(abs(m["mean"] - mean) / rms, abs(v["mean"] / square - 1), outside))
         return max(found)
 
     def clipcap(self):
