@@ -161,13 +161,16 @@ class Proxy:
         head = re.sub(rb"(?i)\r\n(?:connection|expect):[^\r]*", b"", head)[:-2] + b"Connection: close\r\n\r\n"
         if fault.kind == "late":
             writer.transport.abort()
-        answer = await self._answer(name, head, body, fault)
-        if fault.kind == "kill during":
-            writer.write(answer[: len(answer) // 2])
-            await writer.drain()
-            self._kill()
-        elif answer and fault.kind not in {"late", "lost answer", "timeout after"}:
-            await _send(writer, answer, fault)
+        try:
+            answer = await self._answer(name, head, body, fault)
+            if fault.kind == "kill during":
+                writer.write(answer[: len(answer) // 2])
+                await writer.drain()
+            elif answer and fault.kind not in {"late", "lost answer", "timeout after"}:
+                await _send(writer, answer, fault)
+        finally:  # also if the client or the server has closed the connection
+            if fault.kind in {"kill during", "kill after"}:
+                self._kill()
 
     async def _answer(self, name: str, head: bytes, body: bytes, fault: Fault) -> bytes:
         if fault.kind in ERRORS:
@@ -181,11 +184,7 @@ class Proxy:
         if fault.kind in {"timeout before", "kill before"}:
             return b""
         is_cut = fault.kind == "kill during" and len(body) > 1
-        try:
-            answer = await self._forward(name, head, body[: len(body) // 2] if is_cut else body, is_cut=is_cut)
-        finally:  # also if the server has reset the connection
-            if fault.kind == "kill after":
-                self._kill()
+        answer = await self._forward(name, head, body[: len(body) // 2] if is_cut else body, is_cut=is_cut)
         if fault.kind == "kill after":
             return b""
         if fault.kind == "timeout after":
