@@ -198,7 +198,7 @@ LEVEL_RULES: Final = (
     ScoreRule(
         name="EvalRise",
         summary="the loss of the last three evaluations is above the best one before",
-        score='least(3, scalar("eval_loss")) / lowest(scalar("eval_loss")) - 1',
+        score='(least(3, scalar("eval_loss")) - lowest(scalar("eval_loss"))) / abs(lowest(scalar("eval_loss")))',
         above=0.015,
         severity=Severity.INFO,
     ),

@@ -147,12 +147,13 @@ class StepScores:
             value=min(score, _LARGEST),
             threshold=rule.above,
             pp_stage=pp_stage,
-            kind=None if entry is None else self._kind(rule),
+            kind=self._kind(rule),
             tensor=None if entry is None else entry.tensor,
             vpp_stage=None if entry is None else entry.vpp_stage,
             message=rule.message(None if entry is None else entry.label, score),
         )
 
-    def _kind(self, rule: ScoreRule) -> str:
-        """Return the kind of tensor that the score of `rule` reads first."""
-        return next(kind for one in kinds_of(rule.tree) for kind in kinds_named(one) if kind in self._layout.columns)
+    def _kind(self, rule: ScoreRule) -> str | None:
+        """Return the kind of tensor that the score of `rule` reads first; None if it reads none."""
+        kinds = (kind for one in kinds_of(rule.tree) for kind in kinds_named(one))
+        return next((kind for kind in kinds if kind in self._layout.columns), None)

@@ -171,7 +171,7 @@ class Oracle:
     def evalrise(self):
         found = [one["eval_loss"] for one in self.logged if "eval_loss" in one]
         is_new = "eval_loss" in self.logged[-1]
-        return min(found[-3:]) / min(found[:-1]) - 1 if is_new and len(found) >= 3 else None
+        return (min(found[-3:]) - min(found[:-1])) / abs(min(found[:-1])) if is_new and len(found) >= 3 else None
 
     def gradspike(self):
         norms = self.rows("norm", "grad_clipped")
