@@ -68,6 +68,12 @@ STEP = gauge("rankscope_step", "Latest completed step, including skipped steps."
 STEPS_PLANNED = gauge("rankscope_steps_planned", "Planned number of training steps.", stored_as="runs.planned_steps")
 LOSS = logged_gauge("rankscope_loss", "Latest logged loss.", "loss")
 LEARNING_RATE = logged_gauge("rankscope_learning_rate", "Learning rate of a parameter group.", "group")
+ADAM_BETA1 = logged_gauge("rankscope_adam_beta1", "First beta of a parameter group, stored when it changes.", "group")
+ADAM_BETA2 = logged_gauge("rankscope_adam_beta2", "Second beta of a parameter group, stored when it changes.", "group")
+ADAM_EPS = logged_gauge("rankscope_adam_eps", "Epsilon of a parameter group, stored when it changes.", "group")
+WEIGHT_DECAY = logged_gauge(
+    "rankscope_weight_decay", "Weight decay of a parameter group, stored when it changes.", "group"
+)
 GRAD_NORM = logged_gauge("rankscope_grad_norm", "Gradient norm that the training script logged.")
 SCALAR = gauge(
     "rankscope_scalar",

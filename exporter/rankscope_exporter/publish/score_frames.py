@@ -14,7 +14,7 @@ from rankscope_contract.model.kinds import COUNT_OPS, GRADIENT_KINDS, VALUE_OPS,
 from rankscope_contract.model.schema import PlanEntry
 from rankscope_contract.rules.evaluator import Frame, Layout, ScoreEvaluator
 from rankscope_contract.rules.score import RULE_SCORE, ScoreRule, kinds_named, kinds_of
-from rankscope_exporter.records.optimizer_settings import OptimizerSettings
+from rankscope_exporter.records.optimizer_settings import GroupSettings, OptimizerSettings
 from rankscope_exporter.records.plan import Finished, PlanVersion
 from rankscope_exporter.records.record import Scalar, StepRecord
 
@@ -36,6 +36,7 @@ class StepScores:
         self._owners: list[int] = []  # the position of each in the model
         self._settings: OptimizerSettings | None = None
         self._numbers: dict[str, npt.NDArray[np.float64]] | None = None  # of these settings; None after another plan
+        self._groups = np.zeros(0, np.int64)  # of each tensor, -1 without one
         self._facts: dict[str, npt.NDArray[np.bool_]] = {}
         self._step: int | None = None  # of the last step with statistics
 
@@ -68,6 +69,10 @@ class StepScores:
         numbers_of, facts = self._numbers or {}, self._facts
         if record.found_inf:  # a fused optimizer gets the scaled gradient
             facts = facts | {"plain_gradient": np.zeros(len(self._entries), np.bool_)}
+        if record.updates:  # the settings are those of one update
+            is_one = np.array([*(count == 1 for count in record.updates), False])  # the last one for -1
+            is_known = record.settings is not None and len(record.settings.groups) == len(record.updates)
+            numbers_of = {name: np.where(is_one[self._groups], v, np.nan) for name, v in numbers_of.items() if is_known}
         follows = self._step is not None and record.step == self._step + 1 and not record.is_loaded
         self._step = record.step
         rows = dict(zip(VALUE_OPS, finished.values.astype(np.float64), strict=True))
@@ -89,7 +94,6 @@ class StepScores:
         columns: dict[str, dict[int, int]] = {}
         self._entries, self._owners = [], []
         parts: list[set[tuple[Any, ...]]] = []
-        moments: dict[int, str] = {}
         for column, (entry, owner) in enumerate(zip(version.entries, version.owners, strict=True)):
             if owner < 0:
                 continue
@@ -103,23 +107,21 @@ class StepScores:
             columns.setdefault(str(entry.kind), {})[place] = column  # of the micro-batches, the last one
             if entry.kind in _OF_UPDATE:
                 parts[place].add((entry.placement, entry.shape))
-            if entry.kind == Kind.EXP_AVG:
-                moments[place] = entry.dtype
         filled = {kind: np.full(len(places), -1, np.int64) for kind in columns}
         for kind, found in columns.items():
             filled[kind][[*found]] = [*found.values()]
         self._layout = Layout(tuple(places), filled)
-        self._facts = {
-            "same_part": np.array([len(known) <= 1 for known in parts], np.bool_),
-            "float32_moments": np.array([moments.get(place) == "float32" for place in range(len(places))], np.bool_),
-        }
+        self._facts = {"same_part": np.array([len(known) <= 1 for known in parts], np.bool_)}
 
     def _read_settings(self, settings: OptimizerSettings | None) -> None:
         """Store the settings of each tensor's group, and the facts about them."""
-        groups = settings.groups if settings is not None else ()
-        known = settings.group_of if settings is not None else np.zeros(0, np.int64)
-        of_tensors = [int(known[owner]) if owner < len(known) else -1 for owner in self._owners]
-        own = [groups[number] if number >= 0 else None for number in of_tensors]
+        own: list[GroupSettings | None] = [None] * len(self._owners)
+        are_float32 = np.zeros(len(own), np.bool_)
+        if settings is not None:
+            groups = (*settings.groups, None)  # the last one is that of a parameter without a group, -1
+            self._groups = settings.group_of[self._owners]
+            own = [groups[number] for number in self._groups.tolist()]
+            are_float32 = settings.has_float32_moments[self._owners]
 
         def numbers(name: str) -> npt.NDArray[np.float64]:
             return np.array([getattr(group, name, None) for group in own], np.float64)  # None becomes NaN
@@ -132,6 +134,7 @@ class StepScores:
             "adam": flags("is_adam"),
             "decoupled_decay": ~flags("decays_gradient"),
             "minimizes": ~flags("maximizes"),
+            "float32_moments": are_float32,
         }
 
     def _labels(self, rule: ScoreRule, tensor: int | None) -> dict[str, str]:

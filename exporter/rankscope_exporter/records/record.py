@@ -240,7 +240,8 @@ class StepRecord:
     pending: list[Pending] = field(default_factory=list)
     learning_rates: list[Pending] = field(default_factory=list)
     settings: OptimizerSettings | None = None  # of the update
-    is_loaded: bool = False  # a state dict was loaded since the step before
+    is_loaded: bool = False  # since the step before, a state dict was loaded, or an optimizer was added
+    updates: tuple[int, ...] = ()  # updates of each group of `settings`; empty if each had one
     found_inf: list[Pending] = field(default_factory=list)
     later: list[Callable[[], Iterable[Scalar]]] = field(default_factory=list)  # scalars computed on that thread
     deferred: list[Deferred] = field(default_factory=list)

@@ -19,6 +19,7 @@ from rankscope_exporter.adapters.torch_private import (
     current_pass,
     forward_pre_hooks,
     makes_state,
+    parameters_of,
     running_calls,
     running_optimizer_steps,
 )
@@ -99,6 +100,7 @@ class Hooks(HookContext):
         self._update_was_compiled = on_compilation(self._update_compiles)
         self._when_gradients_ready = Hook(self, "reading local gradients", self._gradients_ready)
         self._when_backward_ended = Hook(self, "reading reduced gradients", self._backward_ended)
+        self._when_loaded = Hook(self, "a hook on a loaded state", self._state_loaded)
         self.log = Hook(self, "log()", recorder.log, of_script=True)
         self.end_step = Hook(self, "end_step()", recorder.end_step, of_script=True)
 
@@ -111,7 +113,9 @@ class Hooks(HookContext):
         begins = Hook(self, _FORWARD, self._forward_begins, transformed=self._forward_is_transformed, owner=owner)
         self.keep(framework.on_forward(begins))
         self.keep(framework.on_forward_end(Hook(self, _FORWARD, self._forward_ended, owner=owner)))
-        self._follow_loads(framework.module)
+        for module in framework.module.modules():
+            if parameters_of(module):  # the state dict of a part of the model may be loaded
+                self.boundary.call("registering hooks on loads", self._follow_loads, module)
         self.boundary.call("registering hooks of the framework", framework.install, self)
         active_quantities.install(self)
         self.keep(self._gradients)
@@ -272,17 +276,17 @@ class Hooks(HookContext):
         begins = Hook(self, _OPTIMIZER, self._update_begins, was_compiled=self._update_was_compiled)
         updated = Hook(self, _OPTIMIZER, self._updated)
         self._handles += self.monitored.framework.on_update(optimizer, begins, updated)
-        self._follow_loads(optimizer)
+        self.boundary.call("registering hooks on loads", self._follow_loads, optimizer)
 
     def _follow_loads(self, holder: torch.nn.Module | torch.optim.Optimizer) -> None:
-        where = "a hook on a loaded state"
-        loaded = Hook(self, where, self._state_loaded)
-        handle = self.boundary.call(where, lambda: holder.register_load_state_dict_post_hook(loaded))
-        self._handles += [] if handle is None else [handle]
+        register = getattr(holder, "register_load_state_dict_post_hook", None)
+        if register is not None and not isinstance(holder, torch.jit.ScriptModule):  # torch refuses hooks on the latter
+            self.keep(register(self._when_loaded))
 
     def _new_optimizer(self, optimizer: torch.optim.Optimizer, *, replaces: bool) -> None:
         """Register hooks on `optimizer` after its first step, and publish a notice."""
         self._follow(optimizer)
+        self._current.is_loaded = True  # its state does not follow from that of the optimizer before
         if current_pass() != NO_PASS:
             self._updates_in_backward(optimizer, has_stepped=True)
         else:

@@ -86,7 +86,7 @@ class Recorder:
         self._notify = functools.partial(self.team.call, notify) if self.team.clocks else notify
         self._began = self._last_seen = self._updated_at = 0.0
         self._late: Callable[[float, Cause], None] | None = None  # publishes the duration of an idle step
-        self._updated_by: set[int] = set()  # optimizers that have stepped in the open step, by identity
+        self._updated_by: Counter[int] = Counter()  # by identity of an optimizer: its updates in the open step
         self._additional: set[int] = set()  # optimizers that `attach` did not get, next to those that it got
         self._unseen = UnseenUpdates(self.monitored.optimizers)
         self._kept: tuple[object, ...] = ()  # model and optimizers of a sampled step with a compiled update
@@ -215,7 +215,7 @@ class Recorder:
             if self._is_transformed or self._forwards:
                 self.forwards_are_transformed = self._is_transformed and not self._forwards
                 self._is_transformed = False
-            is_repeated = id(optimizer) in self._updated_by - self._additional
+            is_repeated = id(optimizer) in self._updated_by.keys() - self._additional
             ended = self.tracker.move(Signal.UPDATE, repeated=is_repeated, computes_gradients=computes_gradients)
             self._after(ended, "update")
             self.note("update_begins")
@@ -446,6 +446,9 @@ class Recorder:
         pending.is_skipped = ended is not None and ended.skipped and not self._unseen.may_leave_no_trace
         pending.skip_is_certain = ended is not None and ended.is_certain
         if pending.sampled:
+            updates = tuple(map(self._updated_by.__getitem__, self.current.settings.owners))
+            if updates.count(1) < len(updates) and not self.monitored.framework.traits.updates_in_parts:
+                pending.updates = updates
             pending.arrived = list(self.monitored.update.arrived)
             try:
                 reached, passes = set(), set()
@@ -477,7 +480,7 @@ class Recorder:
                 self.current.note_learning_rates(self.monitored)
             except Exception as error:  # noqa: BLE001 - see above
                 self.boundary.report("the learning rate", error)
-        self._updated_by.add(id(optimizer))
+        self._updated_by[id(optimizer)] += 1
         self.monitored.update.latest = id(optimizer)
         return is_first
 
@@ -507,7 +510,7 @@ class Recorder:
             self._after(self.tracker.move(Signal.UPDATE, repeated=id(optimizer) in self._updated_by), "update")
             if not self._updated_by and self.current.pending is not None and not self.current.pending.learning_rates:
                 self.current.note_learning_rates(self.monitored)
-            self._updated_by.add(id(optimizer))
+            self._updated_by[id(optimizer)] += 1
             self.measure(Quantity.on_optimizer_step_end)
             self.events.on_update_applied()
             self.tracker.move(Signal.UPDATED)

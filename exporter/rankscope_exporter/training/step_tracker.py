@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import enum
 import functools
+import operator
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from rankscope_contract.model.events import Event, EventType, Severity
@@ -92,6 +94,68 @@ def _count(step: Any) -> int:
 def _leaves_no_trace(optimizer: torch.optim.Optimizer) -> bool:
     fused = any(group.get("fused") for group in optimizer.param_groups)
     return fused and not any("step" in state for state in optimizer.state.values() if isinstance(state, dict))
+
+
+_SETTINGS: Final = ("betas", "weight_decay", "eps", "maximize", "decoupled_weight_decay")
+_MOMENTS: Final = ("exp_avg", "exp_avg_sq")
+
+
+class SettingsReader:
+    """Reads the settings of all parameter groups before each update. Used on the training thread only."""
+
+    def __init__(self) -> None:
+        self.latest: OptimizerSettings | None = None
+        """The settings of the latest update."""
+        self.owners: list[int] = []
+        """The id() of the optimizer of each group in the settings."""
+        self._values: list[object] = []  # from which the settings were read
+        self._sizes: list[tuple[int, int, int]] = []  # of each group: identity, parameters, states of its optimizer
+
+    def read(
+        self,
+        monitored: MonitoredModel,
+        owned: Sequence[tuple[torch.optim.Optimizer, Mapping[str, Any]]],
+        *,
+        is_loaded: bool,
+    ) -> OptimizerSettings:
+        """Return the settings of the groups `owned`, in the same object as before unless they have changed.
+
+        `is_loaded` is true if a state dict was loaded since the last call.
+        """
+        values: list[object] = []
+        sizes: list[tuple[int, int, int]] = []
+        self.owners = []
+        for optimizer, group in owned:  # without functions, which would cost more than the loop
+            self.owners.append(id(optimizer))
+            values += map(group.get, _SETTINGS)
+            sizes.append((id(group), len(group["params"]), len(optimizer.state)))
+        latest, is_same = self.latest, sizes == self._sizes and not is_loaded
+        # By identity: the comparison of a tensor with another one would wait for its device.
+        if latest is not None and is_same and all(map(operator.is_, values, self._values)):
+            return latest
+        groups = tuple(GroupSettings.of(*one) for one in owned)
+        if latest is None or not is_same:
+            self.latest = OptimizerSettings(groups, *_of_parameters(monitored, [group for _, group in owned]))
+        elif groups != latest.groups:
+            self.latest = replace(latest, groups=groups)
+        self._values, self._sizes = values, sizes
+        assert self.latest is not None
+        return self.latest
+
+
+def _of_parameters(
+    monitored: MonitoredModel, groups: Sequence[Mapping[str, Any]]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]:
+    """Return the group of each parameter, and whether its moments are float32 (see `OptimizerSettings`)."""
+    numbers = {id(group): number for number, group in enumerate(groups)}
+    count = max(monitored.owners, default=-1) + 1
+    group_of, are_float32 = np.full(count, -1, np.int64), np.zeros(count, np.bool_)
+    for owner, own in zip(monitored.owners, monitored.states(monitored.tensors()), strict=True):
+        if own is not None:
+            group_of[owner] = numbers.get(id(own.group), -1)
+            moments = map(own.state.get, _MOMENTS)
+            are_float32[owner] = all(getattr(moment, "dtype", None) is torch.float32 for moment in moments)
+    return group_of, are_float32
 
 
 class StepStage(enum.Enum):
@@ -256,9 +320,7 @@ class CurrentStep:
         self._has_gone_back = False
         self._next_values: list[Pending] = []  # added while no step is open or after an update
         self._next_events: list[Event] = []
-        self._settings: OptimizerSettings | None = None  # of the latest update
-        self._sizes: list[tuple[int, int]] = []  # identity and number of parameters of each group
-        self._group_of = np.zeros(0, np.int64)
+        self.settings = SettingsReader()
         self.is_loaded = False
         """True if a state dict was loaded since the latest update."""
         self._early: set[Any] = set()  # names and labels that were first logged before the first step
@@ -346,29 +408,20 @@ class CurrentStep:
     def note_learning_rates(self, monitored: MonitoredModel) -> None:
         """Store the learning rates and settings of all groups for the open step, without waiting for a device."""
         if self.pending is not None:
-            groups_of = monitored.framework.groups_of
-            owned = [(one, group) for one in monitored.optimizers.present() for group in groups_of(one)]
-            rates = {str(number): group.get("lr") for number, (_, group) in enumerate(owned)}
+            rates: dict[str, Any] = {}
+            owned: list[tuple[torch.optim.Optimizer, Mapping[str, Any]]] = []
+            for optimizer in monitored.optimizers.present():
+                for group in monitored.framework.groups_of(optimizer):
+                    rates[str(len(rates))] = group.get("lr")
+                    owned.append((optimizer, group))
             self.pending.learning_rates = take("learning_rate", rates)
-            self.pending.settings = self._read_settings(monitored, owned)
             self.pending.is_loaded, self.is_loaded = self.is_loaded, False
-
-    def _read_settings(
-        self, monitored: MonitoredModel, owned: Sequence[tuple[torch.optim.Optimizer, Mapping[str, Any]]]
-    ) -> OptimizerSettings:
-        """Return the settings of the groups `owned`, in the same object as before unless they have changed."""
-        groups = tuple(GroupSettings.of(*one) for one in owned)
-        sizes = [(id(group), len(group["params"])) for _, group in owned]
-        if sizes != self._sizes:
-            numbers = {identity: number for number, (identity, _) in enumerate(sizes)}
-            states = monitored.states(monitored.tensors())
-            self._sizes, self._group_of = sizes, np.full(max(monitored.owners, default=-1) + 1, -1, np.int64)
-            for owner, state in zip(monitored.owners, states, strict=True):
-                self._group_of[owner] = -1 if state is None else numbers.get(id(state.group), -1)
-        elif self._settings is not None and groups == self._settings.groups:
-            return self._settings
-        self._settings = OptimizerSettings(groups, self._group_of)
-        return self._settings
+            before = self.settings.latest
+            settings = self.settings.read(monitored, owned, is_loaded=self.pending.is_loaded)
+            self.pending.settings = settings
+            if settings is not before:
+                changes = settings.changes(before)
+                self.pending.pending += [Pending(name, value, {"group": group}) for name, group, value in changes]
 
     def add(self, later: Callable[[], Iterable[Scalar]]) -> None:
         """Add the scalars that `later` returns to the open step, or publish them immediately if no step is open.
