@@ -1,7 +1,9 @@
 """The score rules, compared with formulas that are written here a second time, one series and one value at a time."""
 
+import functools
 import math
 import statistics
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -187,6 +189,8 @@ def injected(training, fault):
         training.spike = {1: 60.0}
     if fault == "written":
         training.weights[2][:5] = 0.0
+    if fault == "sign":
+        training.weights[2][0] *= -1.0  # the norm stays
     if fault == "moments":
         training.m[0][:] = 0.0
     if fault == "clipping":
@@ -201,6 +205,7 @@ FIRES = {
     "none": set(),
     "spike": {"GradSpike"},
     "written": {"ParamMovedBetween"},
+    "sign": {"ParamMovedBetween"},
     "moments": {"AdamBooks"},
     "clipping": {"ClipCap"},
     "decay": {"WeightDrift"},
@@ -211,10 +216,10 @@ FIRES = {
 }
 
 
-@pytest.mark.parametrize("fault", FIRES)
-def test_scores_are_those_of_the_formulas_and_the_fault_fires(fault):
-    training, oracle, evaluator = Training(), Oracle(), ScoreEvaluator(SCORE_RULES)
-    fired, compared = set(), 0
+@functools.cache
+def recorded(fault):
+    """Return the frames of a training with a fault at step 190, and the score of each rule at each step."""
+    training, oracle, found = Training(), Oracle(), []
     for number in range(1, 236):
         if number == 190:
             injected(training, fault)
@@ -223,22 +228,70 @@ def test_scores_are_those_of_the_formulas_and_the_fault_fires(fault):
         wait = 0.01 + 0.002 * float(training.random.random()) + (0.08 if fault == "waiting" and is_faulty else 0.0)
         scalars = {"loss": loss, "step_seconds": 0.1, SCALARS[3]: wait}
         if number % 10 == 0:
-            scalars["eval_loss"] = 2.0 - number * 1e-3 + (0.5 if fault == "evaluation" and is_faulty else 0.0)
+            start = -2.0 if fault == "sign" else 2.0
+            scalars["eval_loss"] = start - number * 1e-3 + (0.5 if fault == "evaluation" and is_faulty else 0.0)
         oracle.losses.append(loss)
         oracle.logged.append(scalars)
         oracle.steps.append(training.step())
-        verdict = evaluator.observe(frame_of(oracle.steps[-1], scalars=scalars))
+        scores = {name: getattr(oracle, name.lower())() for name in RULES}
+        found.append((frame_of(oracle.steps[-1], scalars=scalars), scores))
+    return found
+
+
+def differs(score, expected):
+    return score != (None if expected is None else pytest.approx(expected, rel=1e-9, abs=1e-12))
+
+
+@pytest.mark.parametrize("fault", FIRES)
+def test_scores_are_those_of_the_formulas_and_the_fault_fires(fault):
+    evaluator, fired, compared = ScoreEvaluator(SCORE_RULES), set(), 0
+    for number, (frame, expected) in enumerate(recorded(fault), 1):
+        verdict = evaluator.observe(frame)
         scores = {one.rule.name: one.score for one in verdict.largest}
-        expected = {name: getattr(oracle, name.lower())() for name in RULES}
-        for name, score in expected.items():
-            assert scores.get(name) == (None if score is None else pytest.approx(score, rel=1e-9, abs=1e-12)), name
-            compared += score is not None
+        assert [name for name in RULES if differs(scores.get(name), expected[name])] == []
+        compared += sum(score is not None for score in expected.values())
         fired |= {firing.rule.name for firing in verdict.firings if number >= 190}
         assert number >= 190 or not verdict.firings
     assert FIRES[fault] <= fired
     assert compared > 1000
     if fault == "none":
         assert fired == set()
+
+
+MUTATIONS = [
+    *[("abs(", "("), ("last(", "abs("), ("ago(10", "ago(9"), ("beta1", "beta2"), ("0.02", "0.021"), ("0.05", "0.051")],
+    *[("max(", "min("), (".rms", ".norm"), ("held(5", "held(4"), ("8,", "1,"), ("least(3", "least(2"), ("0.8", "0.7")],
+    *[("over_tensors", "sum"), ("log(", "abs("), ("ceiling(20", "ceiling(40"), ("0.001", "0.5"), (" - 1", " - 2")],
+    *[("lowest(", "last("), ("exceeded(0.8, 40", "exceeded(0.8, 39"), ("0.005", "0.006"), ("0.5", "0.6"), ("+", "-")],
+]
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_each_mutation_of_a_score_is_found(name):
+    mutants = {RULES[name].score.replace(old, new) for old, new in MUTATIONS} - {RULES[name].score}
+    assert len(mutants) > 2
+    missed = []
+    for score in sorted(mutants):
+        found = False
+        for fault in FIRES:
+            evaluator = ScoreEvaluator([replace(RULES[name], score=score)])
+            for frame, expected in recorded(fault):
+                largest = evaluator.observe(frame).largest
+                found = found or differs(largest[0].score if largest else None, expected[name])
+            if found:
+                break
+        missed += [] if found else [score]
+    assert missed == []
+
+
+def test_value_that_is_not_finite_does_not_move_a_level():
+    rule = {"score": 'level(0.05, scalar("x"))', "latch": 0, "above": 20.0}
+    values = [float(number % 3) for number in range(80)]
+    odd = [*values[:40], math.nan, math.inf, -math.inf, *values[40:]]
+
+    for more in ([100.0], [1.0]):
+        plain, mixed = scores_of(rule, [*values, *more]), scores_of(rule, [*odd, *more])
+        assert plain[-1] == mixed[-1] == (more == [100.0])
 
 
 def scores_of(rule, values, **fields):
