@@ -27,8 +27,11 @@ from rankscope.commands import subcommands
 from rankscope.sizing.costs import EXTRAPOLATED, Costs, Line, Load, lines, short_number
 from rankscope_contract.metrics import catalogue
 from rankscope_contract.model import schema
+from rankscope_contract.model.kinds import OPS
 from rankscope_contract.model.schema import Field, FieldType, ListOf, StructOf
 from rankscope_contract.rules import rule_classes
+from rankscope_contract.rules.expression import GRADIENT, SERIES_KINDS, WORDS
+from rankscope_contract.rules.score import CONDITIONS, SCORE_RULES, ScoreRule
 from rankscope_exporter import CaptureConfig, MonitorConfig, ServeConfig
 from rankscope_exporter.config.monitor_config import HardwareConfig
 from rankscope_exporter.monitors.throughput import ThroughputConfig
@@ -98,6 +101,39 @@ def rule_table() -> str:
         arguments = ", ".join(f"`{field.name}`" + _default_of(field) for field in fields(cls))
         rows.append((f"`{name}`", (cls.__doc__ or "").strip().splitlines()[0], arguments))
     return table(("rule", "fires", "arguments"), rows)
+
+
+def score_rule_table(rules: Iterable[ScoreRule] = SCORE_RULES) -> str:
+    """Return the table of rules with a score, and their scores below it."""
+    rows, scores = [], []
+    for rule in rules:
+        not_judged = [f"{CONDITIONS[name]}" for name in rule.holds_for]
+        not_judged += [f"the process has measured fewer than {rule.after_steps + 1} steps"] if rule.after_steps else []
+        judged = "tensor" if rule.is_of_tensors else "step"
+        meaning = f"{rule.summary[:1].upper()}{rule.summary[1:]}."
+        rows.append((f"`{rule.name}`", meaning, f"{rule.above:g}", rule.severity, judged, "; ".join(not_judged)))
+        scores.append((f"`{rule.name}`", f"`{rule.score}`"))
+    head = ("rule", "fires if", "limit (`above`)", "severity", "for each", "not judged if")
+    return f"{table(head, rows)}\n\n{table(('rule', 'score'), scores)}"
+
+
+def word_table() -> str:
+    """Return the table of the words of which the score of a rule consists."""
+    rows = []
+    for name, word in WORDS.items():
+        arguments = ", ".join((*word.arguments, "…") if word.repeats else word.arguments)
+        rows.append((f"`{name}({arguments})`" if arguments else f"`{name}`", word.doc))
+    rows.append(
+        (
+            f"`{GRADIENT}.norm`, `param_after.mean`, …",
+            f"Statistic of a tensor: {_listed(OPS)} of {_listed(SERIES_KINDS)}.",
+        )
+    )
+    return table(("word", "value"), rows)
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def service_settings() -> str:
@@ -229,6 +265,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "datasets": dataset_tables,
     "wire": wire_table,
     "rules": rule_table,
+    "score-rules": score_rule_table,
+    "words": word_table,
     "service-settings": service_settings,
     "monitor-settings": monitor_settings,
     "commands": command_reference,

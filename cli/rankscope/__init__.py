@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from rankscope.reports import open_run, report
     from rankscope_contract.rules.anomaly import AnomalyNan, AnomalyTurbulence
     from rankscope_contract.rules.curve import CurveRule
+    from rankscope_contract.rules.score import ScoreRule
     from rankscope_exporter import Anomaly, CaptureConfig, Monitor, MonitorConfig, count_flops
     from rankscope_msprobe.trainer_mon import TrainerMon
     from rankscope_storage.connection import connect
@@ -27,6 +28,7 @@ __all__ = [
     "CurveRule",
     "Monitor",
     "MonitorConfig",
+    "ScoreRule",
     "TrainerMon",
     "__version__",
     "connect",
@@ -43,6 +45,7 @@ _MODULES: Final = {
     "CurveRule": "rankscope_contract.rules.curve",
     "Monitor": "rankscope_exporter",
     "MonitorConfig": "rankscope_exporter",
+    "ScoreRule": "rankscope_contract.rules.score",
     "TrainerMon": "rankscope_exporter",
     "connect": "rankscope_storage.connection",
     "count_flops": "rankscope_exporter",

@@ -24,9 +24,9 @@ def parquet(rankscope, tmp_path_factory):
     return folder
 
 
-def rows(sql, folder, *, start=FROM, run="my-run"):
+def rows(sql, folder, *, start=FROM, end=TO, run="my-run"):
     """Return the rows of a query, with the macros and variables that the plugin and Grafana replace."""
-    text = TIME_FILTER.sub(rf"\1 >= '{start}' AND \1 <= '{TO}'", sql)
+    text = TIME_FILTER.sub(rf"\1 >= '{start}' AND \1 <= '{end}'", sql)
     text = text.replace("${folder}", str(folder)).replace("${run:sqlstring}", "'" + run.replace("'", "''") + "'")
     assert "$" not in text
     with duckdb.connect() as connection:

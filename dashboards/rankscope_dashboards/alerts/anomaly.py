@@ -7,6 +7,8 @@ comparison. There are three alerts for each rule:
   has counted for each series. It names the affected series.
 - The counting alert uses the counter of firings, which the rank increments at every step. It misses no step.
 - The self-check compares the result of PromQL with the rank's own result, which must be equal.
+
+Score rules have one alert for all of them, which knows no rule: it compares exported scores with exported limits.
 """
 
 from __future__ import annotations
@@ -24,8 +26,9 @@ from rankscope_contract.model.kinds import VALUE_OPS
 from rankscope_contract.rules import AnomalyRule
 from rankscope_contract.rules.anomaly import LIMITED, NOT_LIMITED, AnomalyNan, AnomalyTurbulence
 from rankscope_contract.rules.curve import CurveRule
+from rankscope_contract.rules.score import ScoreRule
 from rankscope_contract.wire.escaping import label_value
-from rankscope_dashboards.alerts.alert import ANOMALIES, Alert, with_all_labels
+from rankscope_dashboards.alerts.alert import ANOMALIES, SCORES, Alert, with_all_labels
 from rankscope_dashboards.alerts.counters import increased
 from rankscope_dashboards.deploy.alertmanager import NOT_APPLICABLE
 from rankscope_storage.base import service_catalogue
@@ -40,6 +43,8 @@ MAX_TENSORS: Final = 5
 """Largest number of tensors that the text of an alert names."""
 
 _SCALARS: Final = (catalogue.LOSS, catalogue.GRAD_NORM, catalogue.LEARNING_RATE, catalogue.SCALAR)
+_SCORE: Final = catalogue.RULE_SCORE.name
+_LIMIT: Final = catalogue.RULE_THRESHOLD.name
 
 # Templates that Prometheus and Grafana both expand. Logged scalars have no kind and no tensor.
 _RANK_TEXT: Final = "run {{ $labels.run }} rank {{ $labels.rank }}"
@@ -71,7 +76,7 @@ class RulePromql:
 def anomaly_alerts(
     rules: Sequence[AnomalyRule], *, window: str = WINDOW, keep_firing_for: str = KEEP_FIRING_FOR
 ) -> tuple[Alert, ...]:
-    """Return two alerts for each rule: one compares scraped values, the other one counts the firings of the rank.
+    """Return two alerts for each rule on tensors: one compares values, the other one counts the firings of the rank.
 
     The first one is the comparison alert. It remains active for `keep_firing_for` after the comparison became false,
     and for `window` after a firing that the rank counted. The second one is the counting alert, which is active for
@@ -79,8 +84,27 @@ def anomaly_alerts(
     """
     return tuple(
         alert
-        for rule in rules
+        for rule in of_tensors(rules)
         for alert in (_comparison_alert(rule, window, keep_firing_for), _counting_alert(rule, window))
+    )
+
+
+def score_alert() -> Alert:
+    """Return the alert on all rules with a score. It fires while the largest recent score is above the limit.
+
+    Both metrics have the same labels, so that the comparison needs no matching clause, also for a rank that is scraped
+    twice.
+    """
+    return Alert(
+        name="ScoreAboveLimit",
+        expression=f"group by (run, rank, rule) ({_SCORE} > {_LIMIT})",
+        summary=f"score of {{{{ $labels.rule }}}} above its limit, {_RANK_TEXT}",
+        description="The largest score of the last minute or two is above the limit. "
+        "`rankscope anomalies {{ $labels.run }}` names tensor and step.",
+        severity=Severity.WARNING,
+        rule=None,
+        panel=SCORES,
+        is_detail=True,
     )
 
 
@@ -111,6 +135,11 @@ def rule_disagreement(rule: AnomalyRule) -> Alert:
         keep_firing_for="5m",
         panel=ANOMALIES,
     )
+
+
+def of_tensors(rules: Iterable[AnomalyRule]) -> list[AnomalyRule]:
+    """Return the rules that PromQL judges for each statistic of a tensor. Only these have alerts of their own."""
+    return [rule for rule in rules if rule_promql(rule).tensors]
 
 
 def rule_expression(rule: AnomalyRule) -> str:
@@ -152,6 +181,11 @@ def _(rule: AnomalyNan) -> RulePromql:
         above = f"> {_beside(catalogue.TENSOR_VALUE, catalogue.RULE_THRESHOLD)} {_threshold(rule)}"
         tensors.append(f"abs({catalogue.TENSOR_VALUE.name}{values}) {above}")
     return RulePromql(tensors, [part for scalar in _SCALARS for part in _nonfinite(rule, scalar)])
+
+
+@rule_promql.register
+def _(rule: ScoreRule) -> RulePromql:
+    return RulePromql([], [f'{_SCORE}{{rule="{label_value(rule.name)}"}} > {_LIMIT}'])
 
 
 @rule_promql.register
@@ -266,7 +300,7 @@ def _selector(rule: AnomalyRule, ops: Sequence[str]) -> str:
 
 
 def _threshold(rule: AnomalyRule) -> str:
-    return f'{catalogue.RULE_THRESHOLD.name}{{rule="{label_value(rule.name)}"}}'
+    return f'{_LIMIT}{{rule="{label_value(rule.name)}"}}'
 
 
 # Templates that query Prometheus while it evaluates the alert. If a query returns nothing, for example because the rank

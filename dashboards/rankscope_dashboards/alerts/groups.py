@@ -27,7 +27,14 @@ from rankscope_dashboards.alerts.alert import (
     AlertGroup,
     unless,
 )
-from rankscope_dashboards.alerts.anomaly import KEEP_FIRING_FOR, WINDOW, anomaly_alerts, rule_disagreement
+from rankscope_dashboards.alerts.anomaly import (
+    KEEP_FIRING_FOR,
+    WINDOW,
+    anomaly_alerts,
+    of_tensors,
+    rule_disagreement,
+    score_alert,
+)
 from rankscope_dashboards.alerts.counters import held, increased
 from rankscope_dashboards.alerts.incidents import incident_alerts
 from rankscope_dashboards.alerts.replicas import replica_alerts
@@ -198,9 +205,9 @@ def alert_groups(
     """Return all alerts in groups; `rules` are the anomaly rules for which there are alerts."""
     anomalies = anomaly_alerts(rules, window=window, keep_firing_for=keep_firing_for)
     return (
-        AlertGroup("rankscope-anomaly", (*anomalies, *incident_alerts(window))),
+        AlertGroup("rankscope-anomaly", (*anomalies, score_alert(), *incident_alerts(window))),
         AlertGroup("rankscope-replicas", replica_alerts()),
         AlertGroup("rankscope-lifecycle", lifecycle_alerts()),
         AlertGroup("rankscope-hardware", hardware_alerts()),
-        AlertGroup("rankscope-self-check", [rule_disagreement(rule) for rule in rules]),
+        AlertGroup("rankscope-self-check", [rule_disagreement(rule) for rule in of_tensors(rules)]),
     )

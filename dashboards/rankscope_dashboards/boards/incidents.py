@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
+from grafana_foundation_sdk.builders import common as common_builders
 from grafana_foundation_sdk.builders import dashboard as builders
-from grafana_foundation_sdk.models import dashboard
+from grafana_foundation_sdk.models import common, dashboard
 
 from rankscope_contract.metrics import catalogue
 from rankscope_dashboards.boards.elements.annotations import RUN_ANNOTATIONS
@@ -44,6 +45,7 @@ _COLUMNS: Final = {
     "Value": Column(heading="Latest firing", width=180, unit="dateTimeAsIso"),
 }
 _FIRING: Final = value_texts({"0": ("quiet", "green"), "1": ("fires", "red")})
+_SCORE: Final = f"{catalogue.RULE_SCORE.name}{RANKS}"
 _NO_RULE: Final = "No rule, or the rank has ended"
 
 
@@ -52,7 +54,7 @@ def board() -> builders.Dashboard:
     sections = (
         Section("Incidents", sized(24, 7, _first_cause(), _open_incidents(), _closed_incidents())),
         Section("Firings over time", sized(12, 9, _anomalies(), _by_rank())),
-        Section("Rules", sized(12, 9, _rule_state(), _thresholds())),
+        Section("Rules", sized(12, 9, _rule_state(), _thresholds()) + sized(24, 9, _scores())),
         Section("Tensors, ranks and events", sized(24, 9, _firing_tensors()) + sized(12, 9, _events(), _failed())),
     )
     description = "Incidents, firings and rules of one run."
@@ -140,7 +142,8 @@ def _thresholds() -> PanelBuilder:
     text = PanelText(
         title="Thresholds of the rules",
         description="Configured threshold of each rule, lowest and highest of the ranks. Both must be equal: a rank "
-        "with another threshold judges differently. NaN: the rule has no threshold. Change thresholds in the "
+        "with another threshold judges differently. NaN: the rule has no threshold. For rules with a score, its "
+        "largest recent value on all ranks: the rule fires above the threshold. Change thresholds in the "
         "configuration.",
         empty=_NO_RULE,
     )
@@ -149,8 +152,26 @@ def _thresholds() -> PanelBuilder:
         "rule": Column(heading="Rule"),
         "Value #A": Column(heading="Lowest", width=120),
         "Value #B": Column(heading="Highest", width=120),
+        "Value #C": Column(heading="Largest score", width=120),
     }
-    return table_panel(text, (Query(f"min by (rule) ({series})"), Query(f"max by (rule) ({series})")), columns)
+    queries = (f"min by (rule) ({series})", f"max by (rule) ({series})", f"max by (rule) ({_SCORE})")
+    return table_panel(text, [Query(query) for query in queries], columns)
+
+
+def _scores() -> PanelBuilder:
+    text = PanelText(
+        title="Scores of the rules",
+        description="Largest score of each rule divided by its threshold, over all selected ranks: the rule fires "
+        "above the line at 1. Values below 0.001 are drawn at 0.001; rules with a threshold of 0 or less are not. "
+        "A score that often comes close to 1: `rankscope rules replay` shows how often other thresholds fire.",
+        minimum=None,
+        thresholds=((None, "text"), (1, "red")),
+        empty="No rule with a score, or the rank has ended",
+    )
+    share = f"{_SCORE} / ({catalogue.RULE_THRESHOLD.name}{RANKS} > 0)"
+    query = Query(f"max by (run, rule) (clamp_min({share}, 0.001))", "{{rule}}")
+    line = common_builders.GraphThresholdsStyleConfig().mode(common.GraphThresholdsStyleMode.LINE)
+    return time_series_panel(text, query, logarithmic=True).thresholds_style(line)
 
 
 def _firing_tensors() -> PanelBuilder:

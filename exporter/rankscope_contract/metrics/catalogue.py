@@ -32,6 +32,7 @@ RULE_SCORE = gauge(
     "rankscope_rule_score",
     "Largest score of a rule in the last minute at least; the rule fires above its threshold.",
     "rule",
+    stored_as="scalars:rule_score",
 )
 RULE_FIRING = gauge(
     "rankscope_rule_firing", "1 while the rule fires on at least one series of the kind, else 0.", "rule kind"

@@ -80,7 +80,11 @@ _RULES: Final = Allowed("a list of AnomalyRule values such as AnomalyNan()", is_
 
 
 def _rules(given: Sequence[Any]) -> tuple[AnomalyRule, ...]:
-    return tuple(rule for entry in given for rule in (RANK_RULES if entry == DEFAULT else (_rule(entry),)))
+    """Return the rules, and for the text "default" the default rules with other names than the given ones."""
+    own = [None if entry == DEFAULT else _rule(entry) for entry in given]
+    names = {rule.name for rule in own if rule is not None}
+    defaults = [rule for rule in RANK_RULES if rule.name not in names]
+    return tuple(one for rule in own for one in (defaults if rule is None else [rule]))
 
 
 def _rule(entry: Any) -> AnomalyRule:
@@ -212,7 +216,7 @@ class MonitorConfig:
     capture: CaptureConfig | None = None
     """Capture: additional measurements for some steps after a rule fires. null disables captures."""
     rules: Annotated[tuple[AnomalyRule, ...], _RULES, Converted(_rules)] = RANK_RULES
-    """Anomaly rules, in order. They replace the default rules; the text "default" in the list adds them."""
+    """Anomaly rules, in order. They replace the default rules; the text "default" adds those with other names."""
     zero_below: Annotated[float, number("a number of at least 0", 0)] = 0.0
     """Threshold of the statistic `zeros`, which counts the elements x with |x| less than this threshold.
 

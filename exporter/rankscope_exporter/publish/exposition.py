@@ -206,7 +206,7 @@ class LatestValues:
                 now.tensors_version += 1
             for scalar in record.scalars:
                 if scalar.name == RULE_SCORE:
-                    self._store_score(scalar.labels["rule"], scalar.value)
+                    self._store_score(scalar.labels.get("rule", ""), scalar.value)
                 else:
                     self._store_scalar(scalar)
             now.firing.update((pair, False) for pair in now.firing if pair[1] in judged)

@@ -69,8 +69,13 @@ def own_metric(scalar: Scalar) -> MetricSpec | None:
     if spec is None:
         return None
     labels = text_labels(scalar.labels)
-    fits = labels is not None and set(labels) <= set(spec.labels) and all(labels.values())
+    fits = labels is not None and set(labels) <= _labels_of(spec) and all(labels.values())
     return spec if fits and canonical_labels(labels) == scalar.labels else None
+
+
+def _labels_of(spec: MetricSpec) -> set[str]:
+    """Return the labels of stored series. A page has the largest score of a rule, the store also names its tensor."""
+    return {*spec.labels, "tensor"} if spec is catalogue.RULE_SCORE else {*spec.labels}
 
 
 def scalar_labels(scalar: Scalar, spec: MetricSpec | None) -> dict[str, str]:
@@ -104,7 +109,7 @@ def read_scalar(metric: str, labels: Mapping[str, str]) -> Scalar | None:
     if metric not in _OWN_METRIC:
         return None
     name, spec = _OWN_METRIC[metric]
-    if not set(rest) <= set(spec.labels):
+    if not set(rest) <= _labels_of(spec):
         return None
     unit = spec.unit if unit is None else None if unit == NULL else unit
     return Scalar(name, unit, canonical_labels({key: value for key, value in rest.items() if value}))

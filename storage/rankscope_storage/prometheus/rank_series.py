@@ -119,9 +119,10 @@ class RankSeries:
         chosen = self._distinguished(one for row in found for one in self._of_scalar(Scalar(**row)))
         if not chosen:
             return
+        places = {labelled(labels): place for place, (_, _, labels) in enumerate(chosen)}
         listed = ", ".join(
-            f"({place}, {_text(scalar.name)}, {_text(scalar.unit)}, {_text(scalar.labels)}, {part})"
-            for place, (scalar, part, _) in enumerate(chosen)
+            f"({places[labelled(labels)]}, {_text(scalar.name)}, {_text(scalar.unit)}, {_text(scalar.labels)}, {part})"
+            for scalar, part, labels in chosen
         )
         rows = (
             f"SELECT * FROM ({source}) AS row "
@@ -163,7 +164,10 @@ class RankSeries:
             shown.append((_COUNTED if own.type == "counter" else _ALL, own, own))
             shown += [(_REST, catalogue.SCALAR, None)] if own.type == "counter" else []
         for part, spec, as_own in shown:
-            yield scalar, part, {NAME: spec.name, **names.scalar_labels(scalar, as_own)}
+            labels = {NAME: spec.name, **names.scalar_labels(scalar, as_own)}
+            if spec is catalogue.RULE_SCORE:
+                labels.pop("tensor", None)  # the scores of a rule are one series, as on the page of a rank
+            yield scalar, part, labels
 
     def _series(self, metric: str, rows: str, labels: Mapping[str, str], value: str) -> Iterator[Series]:
         every = {"run": IDENTITY["run"], "rank": IDENTITY["rank"], **labels}

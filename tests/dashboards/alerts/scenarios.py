@@ -359,6 +359,29 @@ def incidents():
         yield Scenario("AnomalyWithoutService", title, given, expected)
 
 
+def scores():
+    """One alert for all rules: the rule of these series is in no rule file."""
+    own, other = {**RANK, "rule": "Own"}, {**RANK, "rule": "Other"}
+
+    def page(scores, limits="0.5x9", **labels):
+        return {
+            series("rankscope_rule_score", **{**own, **labels}): scores,
+            series("rankscope_rule_threshold", **{**own, **labels}): limits,
+        }
+
+    for title, given, expected in (
+        ("equal to the limit does not fire, slightly above fires", page("0.5 0.5000001 0.5"), {0: [], 1: [own], 2: []}),
+        ("a negative limit", page("-2 -0.5 0", "-1x9"), {0: [], 1: [own], 2: [own]}),
+        ("NaN is no score and no limit", page("NaN") | page("9", "NaN", rule="Other"), {0: []}),
+        ("a rule without a score", {series("rankscope_rule_threshold", **own): "-1"}, {0: []}),
+        ("the limit of another rule", page("3", "5") | page("1", "2", rule="Other"), {0: []}),
+        ("each rule of a rank", page("3", "2") | page("1", "0", rule="Other"), {0: [own, other]}),
+        ("each rank with its own limit", page("3", "2") | page("3", "4", rank="1"), {0: [own]}),
+        ("a rank that is no longer exported", page("3 stale", "2 stale"), {0: [own], 1: []}),
+    ):
+        yield Scenario("ScoreAboveLimit", title, given, expected)
+
+
 def lifecycle():
     for other in RunState:
         given = {series("rankscope_run_state", **SERVICE, run="r", state=other): "0 1 0"}
@@ -542,6 +565,7 @@ SUITE = [
     *vectors(),
     *counted(),
     *events(),
+    *scores(),
     *lifecycle(),
     *hardware(),
     *self_check(),

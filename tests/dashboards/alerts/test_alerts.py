@@ -15,8 +15,7 @@ from tests.properties import few
 
 from rankscope_contract.rules import rule_classes
 from rankscope_contract.rules.anomaly import AnomalyNan
-from rankscope_contract.rules.curve import CurveRule
-from rankscope_dashboards.alerts.anomaly import rule_expression
+from rankscope_dashboards.alerts.anomaly import of_tensors, rule_expression
 from rankscope_dashboards.alerts.groups import DEFAULT_RULES, alert_groups, rule_file
 from rankscope_dashboards.generate import PROVISIONING
 from rankscope_storage.base.service_catalogue import CATALOG
@@ -45,11 +44,15 @@ def test_jobs_in_alert_expressions_are_scraped():
 def test_default_rules_are_those_of_the_exporter_that_prometheus_can_judge():
     from rankscope_exporter.config.monitor_config import MonitorConfig
 
-    assert DEFAULT_RULES == tuple(rule for rule in MonitorConfig().rules if not isinstance(rule, CurveRule))
+    assert [*DEFAULT_RULES] == of_tensors(MonitorConfig().rules)
 
 
 def test_every_rule_class_has_a_promql_form():
-    arguments = {"AnomalyTurbulence": {"threshold": 0.5}, "CurveRule": {"ratio": 4.0, "names": ["loss"]}}
+    arguments = {
+        "AnomalyTurbulence": {"threshold": 0.5},
+        "CurveRule": {"ratio": 4.0, "names": ["loss"]},
+        "ScoreRule": {"score": 'scalar("loss")', "above": 4.0},
+    }
     for name, rule in rule_classes().items():
         assert rule_expression(rule(**arguments.get(name, {})))
 
@@ -155,6 +158,10 @@ MUTANTS = {  # Further mutations of one alert, such as typing errors and wrong s
         '"kind", "n/a"': ['"kind", ""'],
         "> ignoring": [">= ignoring"],
         "abs(rankscope_loss) > ignoring": ["(rankscope_loss) > ignoring"],
+    },
+    "ScoreAboveLimit": {
+        ">": [">=", "<", "> on (run, rank)  group_left ()", "> on (run, rule) group_left ()", "> bool"],
+        "run, rank, rule": ["run, rank", "run, rule"],
     },
     "AnomalyIncident": {
         "rule, severity, kind, tensor, op, step": ["rule, severity, kind, tensor, op"],

@@ -206,6 +206,25 @@ def test_last_sample_of_a_millisecond_wins(tmp_path):
     assert [[(MARCH, 3.0)]] == list(found.values())
 
 
+def test_scores_of_a_rule_are_one_series_as_on_the_page_of_the_rank(tmp_path):
+    """The tensor with the largest score changes from step to step. A rule of the whole rank has no tensor."""
+    labels = ['{"rule":"R","tensor":"a"}', '{"rule":"R","tensor":"b"}', '{"rule":"R","tensor":"a"}', '{"rule":"S"}']
+    rows = [
+        row("r", 0, step, MARCH + step, name="rule_score", value=float(step), labels=text)
+        for step, text in enumerate(labels)
+    ]
+    with stored(tmp_path / "s", {"scalars": table("scalars", rows)}) as connection:
+        found, of_scalars = (
+            History(connection).ask(("__name__", "=", f"rankscope_{name}")) for name in ("rule_score", "scalar")
+        )
+
+    identity = (("instance", "r/0"), ("job", "rankscope"), ("rank", "0"), ("run", "r"))
+    first = named("rankscope_rule_score", ("rule", "R"), identity=identity)
+    other = named("rankscope_rule_score", ("rule", "S"), identity=identity)
+    assert {first: [(MARCH + step, float(step)) for step in range(3)], other: [(MARCH + 3, 3.0)]} == found
+    assert {} == of_scalars
+
+
 def test_missing_label_is_not_zero(history):
     """rank="" asks for series without a rank, rank="0" for rank 0 alone, and rank="00" for nothing."""
     ranks = [{dict(labels).get("rank") for labels in history.ask(("rank", "=", text))} for text in ("0", "00")]

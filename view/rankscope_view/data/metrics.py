@@ -16,6 +16,7 @@ from typing import Final
 from rankscope_contract.metrics.catalogue import SCALARS_WITH_OWN_METRIC, MetricSpec
 from rankscope_contract.model import phases
 from rankscope_contract.model.scalar_names import SOURCE_NAME, SOURCE_UNIT
+from rankscope_contract.rules.score import RULE_SCORE
 from rankscope_storage.base.datasets import IMPORTED_FROM
 from rankscope_storage.connection import Connection
 from rankscope_storage.prometheus.names import HARDWARE_SCALARS, MONITOR_SCALARS
@@ -130,11 +131,11 @@ class Metrics:
 
 
 def read_metrics(connection: Connection, run: str) -> Metrics:
-    """Return the metrics of `run`."""
+    """Return the metrics of `run`, without the scores of rules, which have one line for each rule and tensor."""
     series: dict[str, set[str]] = {}
     for dataset in ("scalars", "scalar_rollups"):
         for name, labels in pairs(connection, dataset, run, "name", "labels"):
-            if f'"{IMPORTED_FROM}":' not in labels:
+            if name != RULE_SCORE and f'"{IMPORTED_FROM}":' not in labels:
                 series.setdefault(name, set()).add(labels)
     found: dict[str, list[str | None]] = {}
     stored_as: dict[str, str] = {}
