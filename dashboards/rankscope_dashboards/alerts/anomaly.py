@@ -25,8 +25,6 @@ from rankscope_contract.model.events import Severity
 from rankscope_contract.model.kinds import VALUE_OPS
 from rankscope_contract.rules import AnomalyRule
 from rankscope_contract.rules.anomaly import LIMITED, NOT_LIMITED, AnomalyNan, AnomalyTurbulence
-from rankscope_contract.rules.curve import CurveRule
-from rankscope_contract.rules.score import ScoreRule
 from rankscope_contract.wire.escaping import label_value
 from rankscope_dashboards.alerts.alert import ANOMALIES, SCORES, Alert, with_all_labels
 from rankscope_dashboards.alerts.counters import increased
@@ -43,8 +41,6 @@ MAX_TENSORS: Final = 5
 """Largest number of tensors that the text of an alert names."""
 
 _SCALARS: Final = (catalogue.LOSS, catalogue.GRAD_NORM, catalogue.LEARNING_RATE, catalogue.SCALAR)
-_SCORE: Final = catalogue.RULE_SCORE.name
-_LIMIT: Final = catalogue.RULE_THRESHOLD.name
 
 # Templates that Prometheus and Grafana both expand. Logged scalars have no kind and no tensor.
 _RANK_TEXT: Final = "run {{ $labels.run }} rank {{ $labels.rank }}"
@@ -97,7 +93,7 @@ def score_alert() -> Alert:
     """
     return Alert(
         name="ScoreAboveLimit",
-        expression=f"group by (run, rank, rule) ({_SCORE} > {_LIMIT})",
+        expression=f"group by (run, rank, rule) ({catalogue.RULE_SCORE.name} > {catalogue.RULE_THRESHOLD.name})",
         summary=f"score of {{{{ $labels.rule }}}} above its limit, {_RANK_TEXT}",
         description="The largest score of the last minute or two is above the limit. "
         "`rankscope anomalies {{ $labels.run }}` names tensor and step.",
@@ -155,8 +151,11 @@ def tensor_expression(rule: AnomalyRule) -> str:
 
 @singledispatch
 def rule_promql(rule: AnomalyRule) -> RulePromql:
-    """Return the PromQL expressions of `rule`. Use `rule_promql.register` to add a new class of rules."""
-    raise NotImplementedError(f"{type(rule).__name__} has no PromQL form: register one with rule_promql.register")
+    """Return the PromQL expressions of `rule`. Use `rule_promql.register` to add a new class of rules.
+
+    A rule of another class needs the history of a series, which PromQL does not see: the rank exports its result.
+    """
+    return RulePromql([], [f'{catalogue.RULE_FIRING.name}{{rule="{label_value(rule.name)}"}} == 1'])
 
 
 @rule_promql.register
@@ -181,17 +180,6 @@ def _(rule: AnomalyNan) -> RulePromql:
         above = f"> {_beside(catalogue.TENSOR_VALUE, catalogue.RULE_THRESHOLD)} {_threshold(rule)}"
         tensors.append(f"abs({catalogue.TENSOR_VALUE.name}{values}) {above}")
     return RulePromql(tensors, [part for scalar in _SCALARS for part in _nonfinite(rule, scalar)])
-
-
-@rule_promql.register
-def _(rule: ScoreRule) -> RulePromql:
-    return RulePromql([], [f'{_SCORE}{{rule="{label_value(rule.name)}"}} > {_LIMIT}'])
-
-
-@rule_promql.register
-def _(rule: CurveRule) -> RulePromql:
-    # The rule needs the history of a series: only the result of the rank exists.
-    return RulePromql([], [f'{catalogue.RULE_FIRING.name}{{rule="{label_value(rule.name)}", kind=""}} == 1'])
 
 
 def _nonfinite(rule: AnomalyNan, spec: MetricSpec) -> Iterable[str]:
@@ -300,7 +288,7 @@ def _selector(rule: AnomalyRule, ops: Sequence[str]) -> str:
 
 
 def _threshold(rule: AnomalyRule) -> str:
-    return f'{_LIMIT}{{rule="{label_value(rule.name)}"}}'
+    return f'{catalogue.RULE_THRESHOLD.name}{{rule="{label_value(rule.name)}"}}'
 
 
 # Templates that query Prometheus while it evaluates the alert. If a query returns nothing, for example because the rank

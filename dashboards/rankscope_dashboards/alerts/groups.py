@@ -183,26 +183,23 @@ def _new(counter: str) -> str:
 
 
 def rule_file(
-    rules: Sequence[AnomalyRule] = DEFAULT_RULES,
-    *,
-    window: str = WINDOW,
-    keep_firing_for: str = KEEP_FIRING_FOR,
-    runbooks: str = RUNBOOKS,
+    rules: Sequence[AnomalyRule] = DEFAULT_RULES, *, runbooks: str = RUNBOOKS, **times: str
 ) -> dict[str, Any]:
-    """Return a Prometheus rule file with all alerts; `rules` are the anomaly rules for which it has alerts.
+    """Return a Prometheus rule file with all alerts; `runbooks` is the address of the runbooks page.
 
-    `window` is the time for which an alert that counts firings is active after a firing. `keep_firing_for` is the time
-    for which an alert that compares scraped values remains active after the comparison became false. `runbooks` is the
-    address of the runbooks page.
+    `rules` and `times` are the arguments of `alert_groups`.
     """
-    groups = alert_groups(rules, window=window, keep_firing_for=keep_firing_for)
-    return {"groups": [group.document(runbooks) for group in groups]}
+    return {"groups": [group.document(runbooks) for group in alert_groups(rules, **times)]}
 
 
 def alert_groups(
     rules: Sequence[AnomalyRule] = DEFAULT_RULES, *, window: str = WINDOW, keep_firing_for: str = KEEP_FIRING_FOR
 ) -> tuple[AlertGroup, ...]:
-    """Return all alerts in groups; `rules` are the anomaly rules for which there are alerts."""
+    """Return all alerts in groups; `rules` are the anomaly rules on tensors for which there are alerts.
+
+    `window` is the time for which an alert that counts firings is active after a firing. `keep_firing_for` is the time
+    for which an alert that compares scraped values remains active after the comparison became false.
+    """
     anomalies = anomaly_alerts(rules, window=window, keep_firing_for=keep_firing_for)
     return (
         AlertGroup("rankscope-anomaly", (*anomalies, score_alert(), *incident_alerts(window))),

@@ -332,11 +332,9 @@ def _retries() -> PanelBuilder:
         "Reduce the batch size, or set `PYTORCH_ALLOC_CONF=expandable_segments:True`.",
         empty=NO_TORCH_DEVICE,
     )
-    retries, ooms = (
-        f"sum by (run) {_on_hosts(increase(metric))}"
-        for metric in (hardware.DEVICE_ALLOC_RETRIES, hardware.DEVICE_OOMS)
-    )
-    return time_series_panel(text, Query(retries, "retries"), Query(ooms, "out of memory"))
+    counts = {"retries": hardware.DEVICE_ALLOC_RETRIES, "out of memory": hardware.DEVICE_OOMS}
+    queries = (Query(f"sum by (run) {_on_hosts(increase(of))}", name) for name, of in counts.items())
+    return time_series_panel(text, *queries)
 
 
 def _host_cpu() -> PanelBuilder:
@@ -409,7 +407,7 @@ def _disk() -> PanelBuilder:
     return time_series_panel(text, *(Query(f"sum by (run) {_rate(of)}", name) for name, of in rates.items()))
 
 
-def _collectives() -> tuple[PanelBuilder, PanelBuilder]:
+def _collectives() -> list[PanelBuilder]:
     empty = "No collective is read from torch's flight recorder"
     traffic = PanelText(
         title="Collective traffic",
@@ -426,11 +424,9 @@ def _collectives() -> tuple[PanelBuilder, PanelBuilder]:
         unit="suffix: calls/s",
     )
     metrics = ((traffic, catalogue.COLLECTIVE_BYTES), (calls, catalogue.COLLECTIVE_CALLS))
-    made = (
+    return [
         time_series_panel(text, Query(f"sum by (run, op) {_rate(of)}", "{{op}}"), many=True) for text, of in metrics
-    )
-    first, second = made
-    return first, second
+    ]
 
 
 def _highest(metrics: Mapping[str, MetricSpec]) -> list[Query]:
@@ -444,14 +440,9 @@ def _switches() -> PanelBuilder:
         "required a read from disk. Thousands of switches on one rank: too many threads, or another job on the host. "
         "Page faults: the host is short of memory.",
     )
-    switches, faults = (
-        _rate(metric) for metric in (hardware.PROCESS_INVOLUNTARY_SWITCHES, hardware.PROCESS_MAJOR_FAULTS)
-    )
-    return time_series_panel(
-        text,
-        *over_ranks(switches, "avg", "max", legend="switches,"),
-        *over_ranks(faults, "max", legend="faults,"),
-    )
+    switches = over_ranks(_rate(hardware.PROCESS_INVOLUNTARY_SWITCHES), "avg", "max", legend="switches,")
+    faults = over_ranks(_rate(hardware.PROCESS_MAJOR_FAULTS), "max", legend="faults,")
+    return time_series_panel(text, *switches, *faults)
 
 
 def _replica_divergence() -> PanelBuilder:

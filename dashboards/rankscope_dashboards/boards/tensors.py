@@ -54,15 +54,14 @@ _TENSOR_COLUMNS: Final = {
 
 def board() -> builders.Dashboard:
     """Return the board "Tensors" without its uid, which `boards()` sets."""
+    norms = [_largest_norms(text, kinds) for kinds, text in _NORMS.items()]
     sections = (
         Section("Deviations", sized(24, 7, _top_deviations()) + sized(24, 12, _heat_map())),
         Section("Selected tensors", sized(24, 10, _value_and_baseline()) + sized(24, 7, _nonfinite())),
         Section("Ranks", sized(24, 9, _spread())),
         Section(
             "Kinds",
-            sized(8, 8, _parameters(), _gradients(), _activations())
-            + sized(6, 8, _optimizer_state(), _communication())
-            + sized(12, 8, _sampled_step()),
+            sized(8, 8, *norms[:3]) + sized(6, 8, *norms[3:]) + sized(12, 8, _sampled_step()),
         ),
         Section("Features of modules", sized(24, 9, _features())),
         Section("All statistics", sized(24, 10, _statistics()), is_folded=True),
@@ -165,55 +164,40 @@ def _spread() -> PanelBuilder:
     return time_series_panel(text, Query(query, "{{tensor}}"), many=True).interval("60s").max_data_points(300)
 
 
-def _parameters() -> PanelBuilder:
-    text = PanelText(
+_NORMS: Final = {
+    (Kind.PARAM_BEFORE, Kind.PARAM_AFTER): PanelText(
         title="Parameters",
         description="Largest norm of a parameter before and after the update, over all tensors and selected ranks. "
         "It changes slowly. A jump after a restart means that another checkpoint was loaded.",
         empty="Parameters are not measured in this run",
-    )
-    return _largest_norms(text, (Kind.PARAM_BEFORE, Kind.PARAM_AFTER))
-
-
-def _gradients() -> PanelBuilder:
-    text = PanelText(
+    ),
+    (Kind.GRAD_UNREDUCED, Kind.GRAD_REDUCED, Kind.GRAD_CLIPPED): PanelText(
         title="Gradients",
         description="Largest norm of a gradient, before and after the reduction over ranks and after clipping. A "
         "peak in all three is a bad batch. A peak only before the reduction is on one rank: see the spread between "
         "ranks.",
         empty="Gradients are not measured in this run",
-    )
-    return _largest_norms(text, (Kind.GRAD_UNREDUCED, Kind.GRAD_REDUCED, Kind.GRAD_CLIPPED))
-
-
-def _activations() -> PanelBuilder:
-    text = PanelText(
+    ),
+    (Kind.ACT_IN, Kind.ACT_OUT, Kind.ACT_GRAD_IN, Kind.ACT_GRAD_OUT): PanelText(
         title="Activations",
         description="Largest norm of an input or output of a module, and of the gradients with respect to them. A "
         "level that grows over thousands of steps ends in overflow: check normalisation layers and the precision.",
         empty="Activations are not measured in this run",
-    )
-    return _largest_norms(text, (Kind.ACT_IN, Kind.ACT_OUT, Kind.ACT_GRAD_IN, Kind.ACT_GRAD_OUT))
-
-
-def _optimizer_state() -> PanelBuilder:
-    text = PanelText(
+    ),
+    (Kind.EXP_AVG, Kind.EXP_AVG_SQ, Kind.MOMENTUM): PanelText(
         title="Optimizer state",
         description="Largest norm of the moments of Adam, or of the momentum of SGD. It follows the gradients with a "
         "delay. A value of 0 after a restart means that the state of the optimizer was not loaded.",
         empty="The optimizer has no such state, or it is not measured",
-    )
-    return _largest_norms(text, (Kind.EXP_AVG, Kind.EXP_AVG_SQ, Kind.MOMENTUM))
-
-
-def _communication() -> PanelBuilder:
-    text = PanelText(
+    ),
+    (Kind.COMM_IN, Kind.COMM_OUT): PanelText(
         title="Collectives",
         description="Largest norm of an input and of an output of a collective. They should move together. An output "
         "that is not finite with finite inputs indicates a fault in the network or in the reduction.",
         empty="Collectives are not measured in this run",
-    )
-    return _largest_norms(text, (Kind.COMM_IN, Kind.COMM_OUT))
+    ),
+}
+"""Panels of the largest norms of kinds, over all tensors and ranks."""
 
 
 def _features() -> PanelBuilder:

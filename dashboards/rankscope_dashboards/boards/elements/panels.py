@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
 from typing import Final, TypeVar
 
 from grafana_foundation_sdk.builders import common as common_builders
@@ -79,7 +80,7 @@ def over_ranks(expression: str, *aggregations: str, by: str = "run", legend: str
     return [Query(f"{name} by ({by}) {expression}", f"{legend} {names[name]}".strip()) for name in aggregations]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class PanelText:
     """Title, description, unit, range and thresholds of a panel.
 
@@ -90,6 +91,7 @@ class PanelText:
 
     title: str
     description: str
+    _: KW_ONLY
     unit: str = "none"
     empty: str = NOT_MEASURED
     mappings: Sequence[dashboard.ValueMapping] = field(default_factory=tuple)
@@ -99,28 +101,11 @@ class PanelText:
     thresholds: Sequence[tuple[float | None, str]] = ONE_COLOUR
 
 
-def fraction_text(title: str, description: str, *, maximum: float | None = 1, empty: str = NOT_MEASURED) -> PanelText:
-    """Return the settings of a panel for fractions, which are shown in percent from 0 up to `maximum`."""
-    return PanelText(title=title, description=description, unit="percentunit", maximum=maximum, decimals=1, empty=empty)
+fraction_text = partial(PanelText, unit="percentunit", maximum=1, decimals=1)
+"""Settings of a panel for fractions, which are shown in percent from 0 up to `maximum`."""
 
-
-def count_text(
-    title: str,
-    description: str,
-    *,
-    thresholds: Sequence[tuple[float | None, str]] = ONE_COLOUR,
-    mappings: Sequence[dashboard.ValueMapping] = (),
-    empty: str = NOT_MEASURED,
-) -> PanelText:
-    """Return the settings of a panel for counts, which are shown without decimals."""
-    return PanelText(
-        title=title,
-        description=description,
-        decimals=0,
-        thresholds=thresholds,
-        mappings=mappings,
-        empty=empty,
-    )
+count_text = partial(PanelText, decimals=0)
+"""Settings of a panel for counts, which are shown without decimals."""
 
 
 def time_series_panel(
