@@ -12,7 +12,14 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from rankscope_contract.metrics import hardware
-from rankscope_contract.model.events import RunState, Severity
+from rankscope_contract.model.events import (
+    GPU_ECC,
+    GPU_THROTTLED,
+    GPU_XID,
+    INGEST_LOSING,
+    RunState,
+    Severity,
+)
 from rankscope_contract.rules import AnomalyRule
 from rankscope_contract.rules.anomaly import DEFAULT_RULES
 from rankscope_dashboards.alerts.alert import (
@@ -95,7 +102,7 @@ def _rank_gone() -> Alert:
 
 def _ingest_losing() -> Alert:
     return Alert(
-        name="IngestLosing",
+        name=INGEST_LOSING,
         expression=increased(service_catalogue.LOST_RECORDS, service_catalogue.LOST_RECORDS_AGE, ("run",), LOSS_WINDOW),
         summary="records of run {{ $labels.run }} are lost",
         description="Records of ranks were overwritten, or lost with their process, before the service read them. The "
@@ -126,9 +133,7 @@ def _service_down() -> Alert:
 ERROR_WINDOW: Final = "10m"
 """Time for which a GPU alert on errors is active after the error."""
 
-THROTTLED_FOR: Final = "5m"
-BAD_REASONS: Final = ("hw_slowdown", "hw_thermal", "hw_power_brake", "sw_thermal")
-"""Throttling reasons that do not occur under normal full load at the power limit of a GPU."""
+THROTTLED_FOR: Final = f"{hardware.THROTTLED_SECONDS // 60}m"
 
 _BY: Final = "max by (run, rank, gpu)"
 _GPU_TEXT: Final = "GPU {{ $labels.gpu }} of run {{ $labels.run }} rank {{ $labels.rank }}"
@@ -141,7 +146,7 @@ def hardware_alerts() -> tuple[Alert, ...]:
 
 def _xid() -> Alert:
     return Alert(
-        name="GpuXid",
+        name=GPU_XID,
         expression=_new(hardware.GPU_XID_ERRORS.name),
         summary=f"critical driver error (XID) on {_GPU_TEXT}",
         description="The event of type `xid` in the store contains the XID number and its meaning.",
@@ -152,7 +157,7 @@ def _xid() -> Alert:
 
 def _uncorrected() -> Alert:
     return Alert(
-        name="GpuEccUncorrected",
+        name=GPU_ECC,
         expression=_new(f'{hardware.GPU_ECC_ERRORS.name}{{type="uncorrected"}}'),
         summary=f"uncorrectable memory error on {_GPU_TEXT}",
         description="A value that training uses may be wrong, or the driver killed the process that used the memory.",
@@ -162,9 +167,9 @@ def _uncorrected() -> Alert:
 
 
 def _throttled() -> Alert:
-    series = f'{hardware.GPU_THROTTLED.name}{{reason=~"{"|".join(BAD_REASONS)}"}}'
+    series = f'{hardware.GPU_THROTTLED.name}{{reason=~"{"|".join(hardware.BAD_THROTTLE_REASONS)}"}}'
     return Alert(
-        name="GpuThrottled",
+        name=GPU_THROTTLED,
         expression=f"max by (run, rank, gpu) ({series}) == 1",
         summary=f"{_GPU_TEXT} is throttled by heat or power supply",
         description=f"The GPU has reduced its clock rates for {THROTTLED_FOR}. One slow rank delays all other ranks.",

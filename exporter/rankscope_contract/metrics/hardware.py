@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from rankscope_contract.metrics.spec import gauge, logged_counter, logged_gauge
 
 RESIDENT_BYTES = gauge(
@@ -71,6 +73,11 @@ GPU_THROTTLED = logged_gauge(
     "1 for each reason for which the GPU currently reduces its clock rates, 0 for all other reasons.",
     "gpu reason",
 )
+BAD_THROTTLE_REASONS: Final = ("hw_slowdown", "hw_thermal", "hw_power_brake", "sw_thermal")
+"""Throttling reasons that do not occur under normal full load at the power limit of a GPU."""
+THROTTLED_SECONDS: Final = 300
+"""Time in seconds for which a GPU must be throttled for a bad reason before this is reported."""
+
 GPU_ECC_ERRORS = logged_counter(
     "rankscope_gpu_ecc_errors_total",
     "ECC errors of GPU memory since the driver was loaded, by type: corrected or uncorrected.",

@@ -32,6 +32,8 @@ class EventType(enum.StrEnum):
     FLIGHT_RECORD = "flight_record"  # the latest collectives: `details` is a stacks.FlightRecord
     CLOCK = "clock"  # the clock was set: `value` is the seconds, negative for back; `details` has offset_us
     XID = "xid"  # the driver reports a critical error of the GPU: `value` is its number, `details` holds xid and gpu
+    GPU = "gpu"  # uncorrectable memory errors of the GPU, or throttling: `rule` is the name, `details` holds gpu
+    SILENCE = "silence"  # a user silenced messages: `run` and `rule` are patterns, `details` has until, user and note
     # The following types come from imported logs.
     LOSS_MISSING = "loss_missing"  # a step was logged without a loss; some programs print a NaN loss this way
     CHECKPOINT = "checkpoint"  # a checkpoint is being, or was, saved or loaded: `details` holds action and path
@@ -72,6 +74,16 @@ REPLICA_DESYNC: Final = "ReplicaDesync"
 """Name of the rule for replica divergence, which fires if a tensor that must be bit-identical differs between ranks.
 
 Only the service detects replica divergence.
+"""
+
+GPU_XID: Final = "GpuXid"
+GPU_ECC: Final = "GpuEccUncorrected"
+GPU_THROTTLED: Final = "GpuThrottled"
+INGEST_LOSING: Final = "IngestLosing"
+RULES_OF_MACHINES: Final = frozenset({GPU_XID, GPU_ECC, GPU_THROTTLED, INGEST_LOSING})
+"""Names of the rules about GPUs and lost records. Their firings have no step, and types of events other than `anomaly`.
+
+Prometheus has an alert of the same name for each of them.
 """
 
 CLOSED: Final = "closed"

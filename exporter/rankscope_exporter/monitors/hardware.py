@@ -26,7 +26,8 @@ from typing import Any, Final
 
 import torch
 
-from rankscope_contract.model.events import Event, EventType, Severity
+from rankscope_contract.metrics.hardware import BAD_THROTTLE_REASONS, THROTTLED_SECONDS
+from rankscope_contract.model.events import GPU_ECC, GPU_THROTTLED, Event, EventType, Severity
 from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.process.threads import OwnThread
 from rankscope_exporter.records.record import Scalar, StepObserver, StepRecord
@@ -297,6 +298,48 @@ def _event(xid: int, uuid: str) -> Event:
     )
 
 
+_REPEAT_SECONDS: Final = 60.0
+"""Interval in seconds at which the event of a throttled GPU is repeated: without a further one, it is over."""
+
+
+@dataclass(slots=True)
+class GpuEvents:
+    """Events about the readings of one GPU: new uncorrectable memory errors, and lasting throttling by heat or power.
+
+    The alerts of Prometheus on the same metrics have the same rules.
+    """
+
+    errors: float | None = None  # at the last reading; the counter of the driver can be above zero before a run
+    throttled_since: float | None = None
+    due_at: float = 0.0
+
+    def of(self, scalars: Iterable[Scalar], now: float) -> Iterator[Event]:
+        """Yield the events of one reading, which was taken at `now` in monotonic seconds."""
+        reasons = []
+        for scalar in scalars:
+            if scalar.name == "gpu_throttled" and scalar.value and scalar.labels["reason"] in BAD_THROTTLE_REASONS:
+                reasons.append(scalar)
+            if scalar.name == "gpu_ecc_errors_total" and scalar.labels["type"] == "uncorrected":
+                known, self.errors = self.errors, scalar.value
+                if known is not None and (count := scalar.value - known) > 0:
+                    gpu, errors = scalar.labels["gpu"], f"memory error{'s' if count > 1 else ''}"
+                    text = f"{count:.0f} new {errors} that ECC could not correct on {gpu}"
+                    yield _gpu_event(GPU_ECC, Severity.CRITICAL, count, text, gpu)
+        if not reasons:
+            self.throttled_since = None
+        elif self.throttled_since is None:
+            self.throttled_since, self.due_at = now, now + THROTTLED_SECONDS
+        elif now >= self.due_at:
+            self.due_at, seconds = now + _REPEAT_SECONDS, now - self.throttled_since
+            names, gpu = ", ".join(scalar.labels["reason"] for scalar in reasons), reasons[0].labels["gpu"]
+            text = f"{gpu} has reduced its clocks for {seconds / 60:.0f} min because of heat or power supply ({names})"
+            yield _gpu_event(GPU_THROTTLED, Severity.WARNING, seconds, text, gpu)
+
+
+def _gpu_event(rule: str, severity: str, value: float, message: str, gpu: str) -> Event:
+    return Event(type=EventType.GPU, severity=severity, rule=rule, value=value, message=message, details={"gpu": gpu})
+
+
 def _quietly(nvml: Any, function: Any, *args: Any) -> None:
     try:
         function(*args)
@@ -387,6 +430,7 @@ class HardwarePoller:
 
     def __post_init__(self) -> None:
         self._stopped = threading.Event()
+        self._events = GpuEvents()
         self.thread = OwnThread(target=self._run, name="rankscope-hardware", on_fault=self.boundary.report)
 
     def start(self) -> None:
@@ -423,6 +467,7 @@ class HardwarePoller:
         call, report = self.boundary.call, self.boundary.report
         events = [] if gpu is None else call("reading XIDs", gpu.xids, report) or []
         of_gpu = [] if gpu is None else call("reading the GPU", gpu.read, report) or []
+        events = [*events, *self._events.of(of_gpu, time.monotonic())]
         state = call("reading the machine", machine_state)
         of_host = [] if before is None or state is None else list(host_scalars(before, state))
         scalars = [*of_host, *of_gpu]

@@ -309,6 +309,7 @@ class NotifySection(_Section):
     urls: tuple[SecretStr, ...] = ()
     group_wait_seconds: Annotated[float, Field(ge=0, le=60, allow_inf_nan=False)] = 1.0
     quiet_steps: Annotated[int, Field(gt=0)] = 20
+    repeat_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 4 * 3600.0
     timeout_seconds: Seconds = 10.0
     proxy: SecretStr = SecretStr(ENVIRONMENT)
 

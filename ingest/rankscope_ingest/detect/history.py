@@ -7,7 +7,7 @@ of the store; the service stores no other local state.
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -15,11 +15,20 @@ from rankscope_contract.model.events import EventType, RunState
 from rankscope_ingest.detect.divergence import Diverged, largest_first
 from rankscope_ingest.detect.incidents import MOST_ENDED, IncidentTracker, exit_report, parse_details
 from rankscope_ingest.pipeline.rows import SYMPTOM_COLUMNS, GivenUp, Row
-from rankscope_ingest.runs.incident import OPENED, RESOLVED, Incident, LogReport, Symptom, failure_key
+from rankscope_ingest.runs.incident import (
+    MUTED,
+    NOTIFIED,
+    OPENED,
+    UNDELIVERED,
+    Incident,
+    LogReport,
+    Symptom,
+    failure_key,
+)
 from rankscope_ingest.runs.models import Attempt, Liveness, Rank
 from rankscope_ingest.runs.tracker import RunTracker
 from rankscope_storage.base.datasets import DATASETS, DIMENSIONS, ROLLUPS
-from rankscope_storage.base.rule_names import RUN_FAILED, RUN_STALLED
+from rankscope_storage.base.rule_names import RUN_FAILED, RUN_STALLED, WITH_SENTENCE
 from rankscope_storage.connection import Connection
 from rankscope_storage.sql.views import HISTORY_SUFFIX
 from rankscope_view.data.incidents import is_open
@@ -45,11 +54,12 @@ _PROCESSES: Final = """\
 SELECT incarnation, attempt FROM events
 WHERE type = 'launch' AND ts_origin = 'ingest' AND incarnation IS NOT NULL"""
 _INCIDENTS: Final = """\
-SELECT run, attempt, rank, step, severity, details, rule, kind, tensor, op, value, baseline, threshold FROM events
+SELECT run, attempt, rank, step, severity, details, rule, kind, tensor, op, value, baseline, threshold, message,
+  greatest(epoch(now()) - epoch(ts), 0) AS age FROM events
 WHERE type = 'incident' AND ts_origin = 'ingest' ORDER BY ordinal"""
 # The events of an incident do not contain the anomalies that joined it later.
 _LAST_ANOMALIES: Final = """\
-SELECT run, attempt, rule, max(step) AS step FROM events
+SELECT run, attempt, rule, max(step) AS step, greatest(epoch(now()) - epoch(max(ts)), 0) AS age FROM events
 WHERE type = 'anomaly' AND (run, attempt) IN (
   SELECT (run, attempt) FROM attempts WHERE state NOT IN ('completed', 'stopped', 'failed'))
 GROUP BY run, attempt, rule HAVING max(step) IS NOT NULL"""
@@ -147,11 +157,11 @@ def read_history(store: Connection, now: float, owns: Callable[[str], bool] = la
     starts: dict[str, int] = {}
     for attempt in attempts.values():
         starts[attempt.run] = min(starts.get(attempt.run, attempt.started_at), attempt.started_at)
-    incidents = [(one, state) for one, state in stored_incidents(store, now) if owns(one.first.run)]
-    own = [(one, state == RESOLVED) for one, state in incidents if one.attempt_key in attempts and one.log is None]
+    incidents = [(one, states) for one, states in stored_incidents(store, now) if owns(one.first.run)]
+    own = [(one, not is_open(states)) for one, states in incidents if one.attempt_key in attempts and one.log is None]
     active = [(one, is_over) for one, is_over in own if one.attempt_key in unfinished]
     ended = [one for one, is_over in own if one.attempt_key not in unfinished and not is_over]
-    _add_last_steps(store, [one for one, is_over in active if not is_over])
+    _add_last_steps(store, [one for one, is_over in active if not is_over], now)
     anomalies = [(one, is_over) for one, is_over in active if one.first.rule not in {RUN_FAILED, RUN_STALLED}]
     return History(
         attempts=tuple(attempts.values()),
@@ -160,7 +170,7 @@ def read_history(store: Connection, now: float, owns: Callable[[str], bool] = la
         open_incidents=(*ended[-MOST_ENDED:], *(one for one, is_over in anomalies if not is_over)),
         past_incidents=tuple(one for one, is_over in anomalies if is_over),
         open_stalls=tuple(one for one, is_over in active if one.first.rule == RUN_STALLED and not is_over),
-        unsent=tuple(incident for incident, state in incidents if state == OPENED),
+        unsent=tuple(incident for incident, states in incidents if is_unsent(states)),
         announced_failures=frozenset(incident.key for incident, _ in incidents if incident.first.rule == RUN_FAILED),
         last_ordinal=_last_ordinal(store),
         given_up={row.pop("incarnation"): GivenUp(**row) for row in store.query(_GIVEN_UP).to_pylist()},
@@ -171,13 +181,13 @@ def read_history(store: Connection, now: float, owns: Callable[[str], bool] = la
     )
 
 
-def _add_last_steps(store: Connection, incidents: Iterable[Incident]) -> None:
-    """Set the last step of open incidents to that of the last anomaly of the same rule in the same attempt."""
-    rows = store.query(_LAST_ANOMALIES).to_pylist()
-    last = {(row["run"], row["attempt"], row["rule"]): row["step"] for row in rows}
+def _add_last_steps(store: Connection, incidents: Iterable[Incident], now: float) -> None:
+    """Set the last step and time of open incidents to those of the last anomaly of the same rule in the attempt."""
+    last = {(row["run"], row["attempt"], row["rule"]): row for row in store.query(_LAST_ANOMALIES).to_pylist()}
     for one in incidents:
-        if one.last_step is not None:
-            one.last_step = max(one.last_step, last.get((*one.attempt_key, one.first.rule), one.last_step))
+        row = last.get((*one.attempt_key, one.first.rule))
+        if one.last_step is not None and row is not None:
+            one.last_step, one.seen_at = max(one.last_step, row["step"]), max(one.began_at, now - row["age"])
 
 
 def _last_ordinal(store: Connection) -> int:
@@ -230,8 +240,13 @@ def _add_rank(attempt: Attempt, event: Mapping[str, Any], now: float) -> None:
         known.exited_at = _micros(event["ts"]) or None
 
 
-def stored_incidents(store: Connection, now: float) -> list[tuple[Incident, str]]:
-    """Return each incident that is stored, with its latest state, which is RESOLVED for each one that is not open.
+def is_unsent(states: Collection[str]) -> bool:
+    """Return whether an incident with these states has a message that was certainly not stored as sent."""
+    return OPENED in states and not {NOTIFIED, UNDELIVERED, MUTED} & set(states)
+
+
+def stored_incidents(store: Connection, now: float) -> list[tuple[Incident, list[str]]]:
+    """Return each incident that is stored, with all its states in order.
 
     `now` is the time at which the incidents count as opened, in monotonic seconds.
     """
@@ -246,6 +261,7 @@ def stored_incidents(store: Connection, now: float) -> list[tuple[Incident, str]
             step=row["step"],
             severity=row["severity"],
             causal=(),  # smaller than any other, so that a restored incident keeps its name
+            message=row["message"] if row["rule"] in WITH_SENTENCE else None,
             ranks=None if log is None else log.address,
             **{name: row[name] for name in SYMPTOM_COLUMNS},
         )
@@ -253,6 +269,10 @@ def stored_incidents(store: Connection, now: float) -> list[tuple[Incident, str]
             first=first,
             severity=row["severity"],
             opened_at=now,
+            seen_at=now,
+            began_at=now - row["age"],
+            told_at=now - row["age"],
+            is_listed=bool(details.get("listed")),
             last_step=details.get("last_step"),
             events=details.get("events", 1),
             ranks=set(details.get("ranks", ())),
@@ -264,9 +284,11 @@ def stored_incidents(store: Connection, now: float) -> list[tuple[Incident, str]
             is_settled=True,
             fixed_key=str(details.get("key")),
         )
-        _, states = latest.get(incident.key, (incident, []))
-        latest[incident.key] = (incident, [*states, str(details.get("state"))])
-    return [(one, states[-1] if is_open(states) else RESOLVED) for one, states in latest.values()]
+        earlier, states = latest.get(incident.key, (incident, []))
+        state, at = str(details.get("state")), incident.began_at
+        incident.began_at, incident.told_at = earlier.began_at, at if state == NOTIFIED else earlier.told_at
+        latest[incident.key] = (incident, [*states, state])
+    return list(latest.values())
 
 
 def _log_report(details: object) -> LogReport | None:

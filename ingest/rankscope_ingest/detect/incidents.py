@@ -1,16 +1,24 @@
 """Group anomaly events into one incident per cause, and convert failed attempts into incidents.
 
 The module performs no I/O. One cause can produce thousands of events: a bad gradient affects each reduced gradient and
-optimizer moment after it. Anomalies of an attempt whose steps are within `quiet_steps` of each other belong to one
-incident if they have the same step, or if the same rule fires for the same tensor. NaN and Inf spread to other tensors,
-so they also continue the incident of the step before. A further incident is opened by anomalies of other tensors, after
-a pause of more than `quiet_steps`, and whenever a later step has a higher severity. The same tensor
-opens a further incident if it was normal in between and is then further above its threshold than announced.
+optimizer moment after it. A firing continues an incident of its attempt in these cases:
+
+- It is of the first step of the incident, whichever rule and rank.
+- One of its rules fired for the incident before, and at most PAUSE_STEPS sampled steps lie between, whichever tensor.
+- The same after a longer pause of at most `quiet_steps` steps, if the tensor is the same one, and if it is not further
+  above its threshold than announced.
+
+All others open an incident, as does a firing at a later step with a higher severity, and one with a higher severity
+than announced. NaN and infinite values count as one rule. Replica divergence is found late and has its own incident.
+Firings about one rank, such as a slow rank or its GPU, and firings without a step continue the open incident of their
+rule (and rank), until it is resolved: those without a step after QUIET_SECONDS.
 
 The causally first event names the incident. The incident settles when all live ranks have delivered its first step, or
 after `group_wait_seconds`. It is then announced once. After a restart of the service, the incident also waits for ranks
 that have not been polled yet, because these ranks may have the first cause. A resolved incident is remembered, so that
 late records which belong to it do not open another incident.
+
+**Above MESSAGES_PER_HOUR** messages of a run and severity, further incidents are listed in one message per minute.
 
 **An incident is open until its cause is seen to be gone.** The end of a run is no such sign: an incident whose cause
 lasted to the end remains open, without further messages, until a later attempt passes its step without the cause, or
@@ -32,11 +40,20 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final
 
-from rankscope_contract.model.events import REPLICA_DESYNC, EventType, RunState, causal_key
+from rankscope_contract.model.events import (
+    GPU_ECC,
+    GPU_THROTTLED,
+    GPU_XID,
+    INGEST_LOSING,
+    REPLICA_DESYNC,
+    RULES_OF_MACHINES,
+    EventType,
+    RunState,
+    causal_key,
+)
 from rankscope_contract.model.redaction import redacted_text
 from rankscope_ingest.pipeline.rows import SYMPTOM_COLUMNS, Row
 from rankscope_ingest.runs.incident import (
-    NON_FINITE,
     SEVERITIES,
     Incident,
     Symptom,
@@ -49,7 +66,7 @@ from rankscope_ingest.runs.incident import (
 from rankscope_ingest.runs.models import CLOCKS_DIFFER_MICROSECONDS, Attempt, AttemptKey
 from rankscope_ingest.runs.text import last_reports
 from rankscope_ingest.runs.tracker import RunTracker
-from rankscope_storage.base.rule_names import RULES_OF_RUNS, RUN_FAILED, RUN_STALLED, SLOW_RANK
+from rankscope_storage.base.rule_names import ENDS_WITH_RUN, RULES_OF_RUNS, RUN_FAILED, RUN_STALLED, SLOW_RANK
 
 _CAUSAL_COLUMNS: Final = ("step", "micro_step", "kind", "vpp_stage", "pp_stage", "call_id", "op")
 _LONGEST_ERROR: Final = 600
@@ -85,17 +102,24 @@ def exit_reports(events: Iterable[Row]) -> list[tuple[str, str | None, int | Non
     return [(*exit_report(details), at, details.get("last_step")) for details, at in exits]
 
 
+_RULES_BY_TYPE: Final = {EventType.XID: GPU_XID, EventType.GAP: INGEST_LOSING}
+_FIRINGS: Final = {EventType.ANOMALY, EventType.GPU, *_RULES_BY_TYPE}
+
+
 def symptoms(events: Iterable[Row], *, is_past: bool = False) -> list[Symptom]:
     """Return one symptom for each step with anomalies in `events`, ordered by step. All events are from one rank.
 
-    A symptom is the causally first anomaly of a step, together with the number of anomalies of the step. With
-    `is_past`, as for the records of an ended process, it has the time of its record.
+    A symptom is the causally first anomaly of a step, together with the number of anomalies of the step. An XID,
+    another event of a GPU, and lost records are symptoms, too: one for each rule. With `is_past`, as for the records of
+    an ended process, a symptom has the time of its record.
     """
-    by_step: dict[int | None, list[Row]] = defaultdict(list)
+    grouped: dict[tuple[int | None, str | None], list[Row]] = defaultdict(list)
     for row in events:
-        if row["type"] == EventType.ANOMALY:
-            by_step[row["step"]].append(row)
-    found = (_symptom(anomalies, is_past=is_past) for anomalies in by_step.values())
+        is_found_again = row["type"] == EventType.GAP and (row["value"] or 0) <= 0
+        if row["type"] in _FIRINGS and not is_found_again:
+            rule = _RULES_BY_TYPE.get(row["type"]) or row.get("rule")
+            grouped[row.get("step"), rule if rule in RULES_OF_MACHINES else None].append(row | {"rule": rule})
+    found = (_symptom(anomalies, is_past=is_past) for anomalies in grouped.values())
     return sorted(found, key=lambda symptom: symptom.causal)
 
 
@@ -122,7 +146,7 @@ def _symptom(anomalies: list[Row], *, is_past: bool) -> Symptom:
         run=first["run"],
         attempt=first["attempt"],
         rank=first["rank"],
-        step=first["step"],
+        step=first.get("step"),
         severity=SEVERITIES[max(urgency(row["severity"]) for row in anomalies)],
         causal=causal,
         events=len(anomalies),
@@ -131,22 +155,27 @@ def _symptom(anomalies: list[Row], *, is_past: bool) -> Symptom:
         ),
         message=first["message"],
         at=first["ts"] if is_past else None,
+        ts=first.get("ts"),
         **{name: first.get(name) for name in SYMPTOM_COLUMNS},
     )
 
 
-ANNOUNCED_PER_HOUR: Final = 30
-"""Maximum number of incident messages per run, severity and hour.
+MESSAGES_PER_HOUR: Final = 30
+"""Number of messages per run, severity and hour above which further incidents are listed in one message per minute.
 
-Without this limit, a rule with a bad threshold could cause hundreds of messages. Incidents above the limit are stored
-and counted, but not sent. Warnings never mute critical incidents.
+A rule with a bad threshold could cause hundreds of messages. Warnings never delay critical incidents.
 """
 
-_WIDESPREAD_EVENTS: Final = 64
-"""Number of anomalies of a rank at one step from which the list of affected tensors can be incomplete.
+PAUSE_STEPS: Final = 2
+"""Largest number of sampled steps without a firing of its rule, after which an incident continues with any tensor."""
 
-A rank sends at most this number of anomalies per step.
-"""
+QUIET_SECONDS: Final = 300.0
+"""Time without a further firing after which an incident without a step is over, as the alerts of Prometheus are."""
+
+RECOVERY_SECONDS: Final = 60.0
+"""Shortest length of an incident of which the end causes a message. A shorter one is over when its message is read."""
+
+_OF_ONE_RANK: Final = frozenset({SLOW_RANK, GPU_XID, GPU_ECC, GPU_THROTTLED})
 
 MOST_ENDED: Final = 256
 """Maximum number of open incidents of ended runs that the service keeps in memory, over all runs; the store has all."""
@@ -169,20 +198,21 @@ class IncidentTracker:
         self._over: deque[Incident] = deque(maxlen=_REMEMBERED)
         self._announced_at: dict[tuple[str, str], deque[float]] = defaultdict(deque)
 
-    def observe(self, symptom: Symptom, now: float) -> Incident | None:
+    def observe(self, symptom: Symptom, now: float, *, stride: int = 1) -> Incident | None:
         """Add a symptom (the first anomaly of a rank at a step) to the incident to which it belongs.
 
         If it belongs to no incident, open an incident with this symptom and return the incident; otherwise return None.
+        `stride` is the number of steps from one sampled step to the next.
         """
         key = symptom.run, symptom.attempt
         incidents = self._open[key]
         # The ranks of an incident have its first step; the last one in memory can be of a later step.
         for incident in sorted(incidents, key=lambda one: one.first.step == symptom.step)[::-1]:
-            rule, rank = incident.first.rule, incident.first.rank
-            if self._belongs(symptom, incident) or (symptom.rule, symptom.rank) == (rule, rank) == (SLOW_RANK, rank):
+            if self._continues(symptom, incident, stride):
                 _join(incident, symptom, now)
                 return None
-        if any(incident.attempt_key == key and self._belongs(symptom, incident) for incident in self._over):
+        past = (one for one in self._over if one.attempt_key == key and one.first.rule not in _OF_ONE_RANK)
+        if any(self._continues(symptom, one, stride) for one in past):
             return None
         incident = Incident(
             first=symptom,
@@ -230,17 +260,18 @@ class IncidentTracker:
             waited = now - incident.opened_at >= self._group_wait_seconds and key not in arriving
             if waited or _all_passed(steps.get(key, {}), incident.first.step):
                 incident.is_settled, incident.fixed_key = True, incident_key(incident.first)
-                self._apply_rate_limit(incident, now)
+                incident.is_listed = self._is_above_limit(incident, now)
                 settled.append(incident)
         return settled
 
-    def resolve(self, runs: RunTracker, lasting: Collection[object] = ()) -> list[Incident]:
+    def resolve(self, runs: RunTracker, lasting: Collection[object] = (), now: float = 0.0) -> list[Incident]:
         """Remove the resolved incidents from the open ones and return them. Incidents not announced yet are kept.
 
         An incident is resolved when all live ranks are more than `quiet_steps` past its last step. After the end of the
         attempt, it is resolved if a step was sampled after its last step, or when a later attempt has passed its first
         step without it. `lasting` contains the attempts with replicas that differ now, and (attempt, rank) of the
-        slow ranks.
+        slow ranks. An incident without a step is resolved at `now`, in monotonic seconds, QUIET_SECONDS after its last
+        anomaly.
         """
         resolved, ended = [], []
         for key, incidents in self._open.items():
@@ -248,7 +279,7 @@ class IncidentTracker:
             for incident in incidents:
                 if not incident.is_settled:
                     continue
-                if self._is_over(incident, runs, lasting) or any(self._is_passed(incident, one) for one in later):
+                if self._is_over(incident, runs, lasting, now) or any(self._is_passed(incident, one) for one in later):
                     resolved.append(incident)
                 elif attempt is None or not attempt.live_ranks:
                     ended.append(incident)
@@ -259,35 +290,29 @@ class IncidentTracker:
         self._open = defaultdict(list, {key: incidents for key, incidents in self._open.items() if incidents})
         return resolved
 
-    def _belongs(self, symptom: Symptom, incident: Incident) -> bool:
-        first, last, step = incident.first.step, incident.last_step, symptom.step
-        if incident.first.rule in RULES_OF_RUNS:
-            return False
-        if incident.is_settled and _is_worse(symptom, incident):
-            return step is not None and step == first and symptom.subjects <= incident.subjects  # of another rank
-        later = 0 if step is None or first is None or incident.is_settled else step - first
-        if later * (symptom.urgency - urgency(incident.severity)) > 0:
-            return False  # the later one is worse; records can arrive together, and in any order of the ranks
-        rules, known = ({rule for rule, _ in one.subjects} for one in (symptom, incident))
+    def _continues(self, symptom: Symptom, incident: Incident, stride: int) -> bool:
+        """Return whether `symptom` has the cause of `incident`. The docstring of the module lists the cases."""
+        rule, first, last, step = incident.first.rule, incident.first.step, incident.last_step, symptom.step
+        if rule in RULES_OF_RUNS or not _OF_ONE_RANK.isdisjoint({rule, symptom.rule}):
+            return (rule, incident.first.rank) == (symptom.rule, symptom.rank)
+        rules, known = ({one for one, _ in each.subjects} for each in (symptom, incident))
         if (REPLICA_DESYNC in rules) != (REPLICA_DESYNC in known):
-            return False  # replica divergence is exact and found late: it must have its own message
-        if step is None or first is None or last is None:
-            return not incident.is_settled or _shares_subject(symptom, incident)
-        if not first - self.quiet_steps <= step <= last + self.quiet_steps:
             return False
-        if step == first:
-            return not incident.is_settled or bool(rules & known) or symptom.urgency < urgency(incident.severity)
-        is_next = first - 1 <= step <= last + 1
-        spreads = not incident.is_settled or NON_FINITE in rules & known
-        if rules & known and (symptom.events >= _WIDESPREAD_EVENTS or (is_next and spreads)):
-            return True
-        # A comparison with a score of NaN is false.
-        return _shares_subject(symptom, incident) and (is_next or not symptom.score > incident.first.score)
+        is_same = not symptom.subjects.isdisjoint(incident.subjects)
+        if step is None or first is None or last is None:
+            return is_same and step == first
+        # Records can arrive together, and in any order of the ranks: the worse one of a later step is an incident.
+        if (symptom.urgency - urgency(incident.severity)) * (1 if incident.is_settled else step - first) > 0:
+            return False
+        pause = max(first - step, step - last)
+        is_pending = pause <= self.quiet_steps and is_same and not symptom.score > incident.first.score
+        return step == first or (not rules.isdisjoint(known) and pause <= (PAUSE_STEPS + 1) * stride) or is_pending
 
-    def _is_over(self, incident: Incident, runs: RunTracker, lasting: Collection[object]) -> bool:
+    def _is_over(self, incident: Incident, runs: RunTracker, lasting: Collection[object], now: float) -> bool:
         """Return whether the cause of `incident` is seen to be gone in its own attempt, which is evaluated."""
         rule, last, attempt = incident.first.rule, incident.last_step, runs.get(incident.attempt_key)
-        if rule == RUN_STALLED or (rule == SLOW_RANK and (attempt is None or not attempt.live_ranks)):
+        has_ended = attempt is None or not attempt.live_ranks
+        if rule == RUN_STALLED or (rule in ENDS_WITH_RUN and has_ended):
             return True  # no rank waits any more
         if attempt is None:
             return False
@@ -296,7 +321,7 @@ class IncidentTracker:
             return is_active or attempt.state is RunState.COMPLETED
         cause = {REPLICA_DESYNC: attempt.key, SLOW_RANK: (attempt.key, incident.first.rank)}.get(rule or "")
         if last is None or cause in lasting:
-            return False
+            return last is None and not has_ended and now - incident.seen_at >= QUIET_SECONDS
         if live := {rank.number: rank.last_step for rank in attempt.live_ranks}:
             return _all_passed(live, last + self.quiet_steps + 1)
         ranks = (attempt.ranks[number] for number in incident.ranks & attempt.ranks.keys())
@@ -311,29 +336,15 @@ class IncidentTracker:
         same = (one for one in self._open.get(later.key, ()) if not one.subjects.isdisjoint(incident.subjects))
         return _has_passed(later, incident.first.step) and not any(same)
 
-    def _apply_rate_limit(self, incident: Incident, now: float) -> None:
-        """Mute the incident if ANNOUNCED_PER_HOUR messages of its run and severity were sent within the last hour."""
+    def _is_above_limit(self, incident: Incident, now: float) -> bool:
+        """Return whether MESSAGES_PER_HOUR messages of its run and severity were sent within the last hour."""
         times = self._announced_at[incident.first.run, incident.severity]
         while times and now - times[0] >= _HOUR_SECONDS:
             times.popleft()
-        incident.is_muted = len(times) >= ANNOUNCED_PER_HOUR
-        if not incident.is_muted:
-            times.append(now)
-            incident.is_last_before_mute = len(times) == ANNOUNCED_PER_HOUR
-
-
-def _is_worse(symptom: Symptom, incident: Incident) -> bool:
-    return symptom.urgency > urgency(incident.severity)
-
-
-def _shares_subject(symptom: Symptom, incident: Incident) -> bool:
-    """Return whether `symptom` concerns a tensor or scalar of `incident`.
-
-    After the announcement of the incident, the same rule must also have fired for that tensor or scalar.
-    """
-    if incident.is_settled:
-        return not symptom.subjects.isdisjoint(incident.subjects)
-    return not {name for _, name in symptom.subjects}.isdisjoint(name for _, name in incident.subjects)
+        if len(times) >= MESSAGES_PER_HOUR:
+            return True
+        times.append(now)
+        return False
 
 
 def _join(incident: Incident, symptom: Symptom, now: float) -> None:
@@ -348,7 +359,7 @@ def _join(incident: Incident, symptom: Symptom, now: float) -> None:
         incident.last_step = symptom.step if incident.last_step is None else max(incident.last_step, symptom.step)
     if not incident.is_settled and symptom.causal < incident.first.causal:
         incident.first = symptom
-    if not incident.is_settled and _is_worse(symptom, incident):
+    if not incident.is_settled and symptom.urgency > urgency(incident.severity):
         incident.severity = symptom.severity
 
 

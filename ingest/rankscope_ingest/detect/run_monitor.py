@@ -32,6 +32,7 @@ from rankscope_ingest.detect.divergence import (
 )
 from rankscope_ingest.detect.history import History
 from rankscope_ingest.detect.incidents import (
+    RECOVERY_SECONDS,
     FailureAlerts,
     IncidentTracker,
     exit_reports,
@@ -121,6 +122,7 @@ class RunMonitor:
         self.clock = clock
         self.wall = wall
         self._service_clock = ServiceClock(wall, steady)
+        self._repeat_seconds = config.notify.repeat_seconds
         self.versions = Versions(self.stamp, history.run_starts)
         self.losses = LostRecords(
             metrics,
@@ -318,12 +320,31 @@ class RunMonitor:
                 self.poll_now(incident.first.run, number)
         return settled
 
-    def resolve_incidents(self) -> None:
-        """Add an event with state `resolved` to the current batch for each open incident that is now resolved."""
+    def resolve_incidents(self) -> list[Incident]:
+        """Add an event with state `resolved` to the current batch for each open incident that is now resolved.
+
+        Return those whose end causes a message: they lasted for RECOVERY_SECONDS, and their attempt continues.
+        """
         slow = {(key, rank) for key, ranks in self.stragglers.reported.items() for rank in ranks}
-        for incident in self.incidents.resolve(self.runs, self.replicas.diverged | slow):
+        resolved = self.incidents.resolve(self.runs, self.replicas.diverged | slow, self.clock())
+        for incident in resolved:
             self.record_incident(incident, RESOLVED)
             self.batcher.want_flush()
+        lasted = (one for one in resolved if one.seen_at - one.began_at >= RECOVERY_SECONDS and not one.is_muted)
+        return [one for one in lasted if self._is_live(one)]
+
+    def due_reminders(self) -> list[tuple[Incident, float]]:
+        """Return the open incidents of live attempts whose last message is `repeat_seconds` ago, with their age."""
+        now, every = self.clock(), self._repeat_seconds
+        known = (*self.incidents.open(), *self.stalls.open()) if every else ()
+        due = [one for one in known if one.is_settled and now - one.told_at >= every and self._is_live(one)]
+        for incident in due:
+            incident.told_at = now
+        return [(one, now - one.began_at) for one in due if not one.is_muted]
+
+    def _is_live(self, incident: Incident) -> bool:
+        attempt = self.runs.get(incident.attempt_key)
+        return attempt is not None and bool(attempt.live_ranks)
 
     def _live_steps(self) -> dict[AttemptKey, dict[int, int | None]]:
         return {
@@ -479,9 +500,11 @@ class RecordSink:
             tables["tensors"] = tensors
         first_causes, exits, fired = [], [], {}
         if events:
-            first_causes, exits = symptoms(events, is_past=target.is_dead), exit_reports(events)
+            exits = exit_reports(events)
             fired = firings(events)
             monitor.stalls.add(key, rank, events, now)
+        if events or gaps:
+            first_causes = symptoms([*events, *gaps], is_past=target.is_dead)
         monitor.replicas.add(hashes, now)
         monitor.stragglers.add(key, rank, body)
         # No exception may occur from here on: rows in the batch must not be polled again, and cursor and batch must
@@ -504,8 +527,9 @@ class RecordSink:
             records = scalars.records
             steps = lambda position: body.columns["step"][int(records[position])].as_py()  # noqa: E731 - called here
         monitor.meter(key).observe(rank, columns, body.last_ts, body.last_step, steps)
+        stride = attempt.sampled_every if (attempt := monitor.runs.get(key)) else 1
         for symptom in first_causes:
-            if monitor.incidents.observe(symptom, now) is not None:
+            if monitor.incidents.observe(symptom, now, stride=stride) is not None:
                 monitor.poll_now(symptom.run, None)
         for reason, error, at, step in exits:
             monitor.runs.exited(key, rank, reason, error, at=at, step=step, incarnation=target.incarnation)

@@ -112,6 +112,10 @@ class StallTracker:
                 report.at = now
                 _update(report, row, now)
 
+    def open(self) -> list[Incident]:
+        """Return the reported stalls that have not ended."""
+        return [stall.incident for stall in self._stalls.values() if stall.incident is not None]
+
     def add_refusal(self, key: AttemptKey, rank: int, reason: str, now: float) -> None:
         """Record the reason why a rank sent no stacks when the service requested them."""
         self._report(key, rank, now).refusal = reason

@@ -20,7 +20,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from rankscope_contract.metrics.catalogue import MetricSpec
-from rankscope_contract.model.events import RunState
+from rankscope_contract.model.events import RULES_OF_MACHINES, RunState
 from rankscope_ingest.live.progress import RunProgress
 from rankscope_ingest.runs.incident import Incident, Symptom
 from rankscope_ingest.runs.models import Attempt, Health, Target
@@ -201,13 +201,13 @@ class ServiceMetrics(Collector):
         known.update({kind: max(at, known.get(kind, at)) for kind, at in events.items()})
 
     def settled(self, incident: Incident) -> None:
-        """Export the age of `incident` from now on, unless it is muted.
+        """Export the age of `incident` from now on, unless it is muted, or its rule has an alert of its own.
 
         The labels describe the first firing of the incident.
         """
-        if incident.is_muted:
-            return
         first = incident.first
+        if incident.is_muted or first.rule in RULES_OF_MACHINES:
+            return
         step = "" if first.step is None else str(first.step)
         tensor = (first.kind or "", first.tensor or "", first.op or "")
         self._incidents[first.run, _rank(first), first.rule or "Anomaly", incident.severity, *tensor, step] = incident

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import datetime as dt
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
@@ -20,7 +22,10 @@ from rankscope_contract.model.events import Severity
 from rankscope_ingest.base.errors import IngestError
 from rankscope_ingest.runs import text
 from rankscope_ingest.runs.incident import MUTED, NOTIFIED, OPENED, RESOLVED, UNDELIVERED, Incident
+from rankscope_storage.base.errors import StoreError
+from rankscope_storage.base.location import Location
 from rankscope_storage.base.service_catalogue import NOTIFICATION_ATTEMPTS, NOTIFICATIONS
+from rankscope_storage.runs.silences import Silence, active_silences
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +37,13 @@ Before the incident is committed, it waits 1 s for further events with the same 
 within 2 s even if the store is slow. If the service is killed before the commit, the next one polls the records of the
 incident again and sends the message again.
 """
+
+AT_A_TIME: Final = 2
+"""Largest number of messages that are sent to one receiver at a time: a message that waits must not time out."""
+SILENCES_SECONDS: Final = 1.0
+"""Time for which the silences that were read from the store are valid."""
+LIST_SECONDS: Final = 60.0
+"""Time for which an incident above the limit of messages waits for others, to be listed with them in one message."""
 
 
 class NotifyError(IngestError):
@@ -51,22 +63,43 @@ class Message:
     severity: str
 
 
-def incident_message(incident: Incident, *, is_repeated: bool = False, place: text.Place = text.NO_PLACE) -> Message:
+def incident_message(
+    incident: Incident,
+    *,
+    is_repeated: bool = False,
+    open_seconds: float | None = None,
+    place: text.Place = text.NO_PLACE,
+) -> Message:
     """Return the notification of `incident`, with the command and the page of `place`.
 
-    If `is_repeated`, the text states that it may have been delivered before.
+    If `is_repeated`, the text states that it may have been delivered before. With `open_seconds`, it is a reminder of
+    an incident that began so many seconds ago.
     """
+    title = text.title(incident, open_seconds=open_seconds)
     body = text.body(incident, is_repeated=is_repeated, place=place)
-    return Message(key=incident.key, title=text.title(incident), body=body, severity=incident.severity)
+    return Message(key=incident.key, title=title, body=body, severity=incident.severity)
 
 
-def resolved_message(incident: Incident, *, has_continued: bool, place: text.Place = text.NO_PLACE) -> Message:
+def list_message(incidents: Sequence[Incident], *, is_repeated: bool, place: text.Place = text.NO_PLACE) -> Message:
+    """Return the notification that lists `incidents`, all of one run and severity."""
+    body = text.list_body(incidents, is_repeated=is_repeated, place=place)
+    key, severity = f"{incidents[0].key}:list", incidents[0].severity
+    return Message(key=key, title=text.list_title(incidents), body=body, severity=severity)
+
+
+def resolved_message(
+    incident: Incident, *, has_continued: bool, ended_at: float | None = None, place: text.Place = text.NO_PLACE
+) -> Message:
     """Return the notification that an incident is over, with the command of `place`.
 
-    `has_continued` is true if training continues, and false if the run ended.
+    `has_continued` is true if training continues, and false if the run ended. `ended_at` is the time of the end in
+    monotonic seconds.
     """
-    title = text.resolved_title(incident, has_continued=has_continued)
-    body = text.resolved_body(incident, has_continued=has_continued, place=place)
+    ending = text.Ending(has_continued=has_continued)
+    if ended_at is not None:
+        at = dt.datetime.now(dt.UTC) - dt.timedelta(seconds=time.monotonic() - ended_at)
+        ending = text.Ending(has_continued=has_continued, at=at, seconds=ended_at - incident.began_at)
+    title, body = text.resolved_title(incident, ending), text.resolved_body(incident, ending, place=place)
     return Message(key=f"{incident.key}:resolved", title=title, body=body, severity=Severity.INFO)
 
 
@@ -172,19 +205,27 @@ class Announcer:
         deliveries: Deliveries,
         retry_seconds: Sequence[float] = RETRY_SECONDS,
         place: Callable[[], text.Place] = text.Place,
+        store: Location | None = None,
     ) -> None:
-        """Set the functions that the announcer calls, and the store and pages that messages name.
+        """Set the functions that the announcer calls, the store and pages that messages name, and that of silences.
 
         `record` adds a row with a state of an incident, such as opened, to the batch, and `commit` commits the batch.
         `deliveries` counts the attempts and their outcomes.
         """
         self._notifiers = notifiers
         self._receivers = receiver_names(notifiers)
+        self._free = [asyncio.Semaphore(AT_A_TIME) for _ in notifiers]
         self._record = record
         self._commit = commit
         self._deliveries = deliveries
         self._retry_seconds = retry_seconds
         self.place = place
+        self._store = store
+        self._lists: dict[tuple[str, str, bool], list[Incident]] = {}
+        self._are_lists_due = asyncio.Event()
+        self._silences: Sequence[Silence] = ()
+        self._read_at = -math.inf
+        self._reading = asyncio.Lock()
 
     def announce(self, incident: Incident, *, is_repeated: bool = False) -> Coroutine[Any, Any, None]:
         """Store `incident` before any later state of it, and return the coroutine that commits and sends it.
@@ -203,14 +244,71 @@ class Announcer:
         if incident.is_muted:
             self._deliveries.finished(MUTED)
         elif self._notifiers:
-            is_delivered = await self._send(incident_message(incident, is_repeated=is_repeated, place=self.place()))
-            self._record(incident, NOTIFIED if is_delivered else UNDELIVERED)
+            listed = await self._listed_with(incident, is_repeated=is_repeated) if incident.is_listed else [incident]
+            await self._tell(listed, is_repeated=is_repeated)
+
+    async def _listed_with(self, incident: Incident, *, is_repeated: bool) -> list[Incident]:
+        """Wait, if `incident` is the first one of a list, and return the list; return [] for all others of the list."""
+        key = incident.first.run, incident.severity, is_repeated
+        waiting = self._lists.setdefault(key, [])
+        waiting.append(incident)
+        if waiting[1:]:
+            return []
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._are_lists_due.wait(), LIST_SECONDS)
+        return self._lists.pop(key)
+
+    def send_lists(self) -> None:
+        """Send the lists of incidents that wait for further ones now."""
+        self._are_lists_due.set()
+        self._are_lists_due = asyncio.Event()
+
+    async def _tell(self, incidents: Sequence[Incident], *, is_repeated: bool) -> None:
+        """Send one message about `incidents`, except for those that are silenced, and store the outcome of each."""
+        told, states = await self._not_silenced(incidents), {}
+        if told:
+            first, place = told[0], self.place()
+            message = list_message(told, is_repeated=is_repeated, place=place)
+            if not first.is_listed:
+                message = incident_message(first, is_repeated=is_repeated, place=place)
+            states = dict.fromkeys((one.key for one in told), NOTIFIED if await self._send(message) else UNDELIVERED)
+        for one in incidents:
+            self._record(one, states.get(one.key, MUTED))
+        await self._commit_soon()
+
+    async def _not_silenced(self, incidents: Sequence[Incident]) -> list[Incident]:
+        """Return `incidents` without those that a user has silenced. If the store cannot be read, none is silenced."""
+        async with self._reading:  # messages at the same time need one read
+            if self._store is not None and self._notifiers and time.monotonic() - self._read_at > SILENCES_SECONDS:
+                try:
+                    self._silences = await asyncio.to_thread(active_silences, self._store)
+                except (StoreError, OSError) as error:
+                    log.warning("silences cannot be read from the store, the message is sent: %s", error)
+                self._read_at = time.monotonic()
+        covered = {
+            one.key for one in incidents for each in self._silences if each.covers(one.first.run, one.first.rule)
+        }
+        found = [one for one in incidents if one.key not in covered]
+        for _ in range(len(incidents) - len(found)):
+            self._deliveries.finished(MUTED)
+        return found
+
+    async def remind(self, incident: Incident, open_seconds: float) -> None:
+        """Send the message about an open incident again, and store that it was sent."""
+        if self._notifiers and await self._not_silenced([incident]):
+            message = incident_message(incident, open_seconds=open_seconds, place=self.place())
+            self._record(incident, NOTIFIED if await self._send(message) else UNDELIVERED)
             await self._commit_soon()
 
     async def resolve(self, incident: Incident, notice: Message) -> None:
         """Store that `incident` is resolved, and send the notification `notice` about it."""
         self._record(incident, RESOLVED)
-        await self._send(notice)
+        await self.tell_end(incident, notice)
+
+    async def tell_end(self, incident: Incident, notice: Message) -> None:
+        """Send the notification `notice` about the end of `incident`, unless it is silenced."""
+        if await self._not_silenced([incident]):
+            await self._send(notice)
 
     async def _commit_soon(self) -> None:
         with contextlib.suppress(TimeoutError):
@@ -219,13 +317,14 @@ class Announcer:
 
     async def _send(self, notice: Message) -> bool:
         """Send the notification `notice` to all notifiers concurrently; return whether all of them delivered it."""
-        receivers = zip(self._notifiers, self._receivers, strict=True)
-        return all(await asyncio.gather(*(self._deliver(notifier, name, notice) for notifier, name in receivers)))
+        receivers = zip(self._notifiers, self._receivers, self._free, strict=True)
+        return all(await asyncio.gather(*(self._deliver(notice, *receiver) for receiver in receivers)))
 
-    async def _deliver(self, notifier: Notifier, receiver: str, notice: Message) -> bool:
+    async def _deliver(self, notice: Message, notifier: Notifier, receiver: str, free: asyncio.Semaphore) -> bool:
         for wait in (*self._retry_seconds, None):
             try:
-                await notifier.send(notice)
+                async with free:
+                    await notifier.send(notice)
             except NotifyError as error:
                 self._deliveries.failed(receiver, notice.key, str(error), is_last=wait is None)
                 follows = "no further attempt" if wait is None else f"retrying in {wait:g} s"

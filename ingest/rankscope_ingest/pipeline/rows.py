@@ -30,7 +30,7 @@ from rankscope_ingest.record_channel.bodies import PlanColumns, ValidBody
 from rankscope_ingest.runs.incident import Incident
 from rankscope_ingest.runs.models import Attempt, AttemptKey, Target
 from rankscope_ingest.runs.text import headline
-from rankscope_storage.base.rule_names import SLOW_RANK
+from rankscope_storage.base.rule_names import WITH_SENTENCE
 
 LIVE: Final = "live"
 
@@ -114,7 +114,13 @@ def incident_row(incident: Incident, state: str, stamp: Stamp) -> Row:
     """
     first = incident.first
     log = None if incident.log is None else dataclasses.asdict(incident.log)
-    evidence = {"cause": incident.cause, "reports": incident.reports, "where": incident.places, "log": log}
+    evidence = {
+        "cause": incident.cause,
+        "reports": incident.reports,
+        "where": incident.places,
+        "log": log,
+        "listed": incident.is_listed,
+    }
     details = {
         "key": incident.key,
         "state": state,
@@ -126,7 +132,7 @@ def incident_row(incident: Incident, state: str, stamp: Stamp) -> Row:
     }
     columns = {name: getattr(first, name) for name in ("run", "attempt", "rank", "step", *SYMPTOM_COLUMNS)}
     reason = first.message if incident.log is None else incident.cause
-    message = (reason if first.op is None or first.rule == SLOW_RANK else None) or headline(first)
+    message = (reason if first.op is None or first.rule in WITH_SENTENCE else None) or headline(first)
     return event_row(stamp, EventType.INCIDENT, incident.severity, message, details, **columns)
 
 

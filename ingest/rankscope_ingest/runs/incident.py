@@ -67,6 +67,7 @@ class Symptom:
     ranks: str | None = None  # text such as `ranks 0-1`, if several ranks are concerned
     further_subjects: frozenset[Subject] = frozenset()  # of all anomalies of the step
     at: int | None = None  # time in UTC µs, if it was found after the process or attempt had ended
+    ts: int | None = None  # time of its record in UTC µs
 
     @property
     def subjects(self) -> frozenset[Subject]:
@@ -127,7 +128,9 @@ class Incident:
     subjects: set[Subject] = field(default_factory=set)
     is_settled: bool = False
     is_muted: bool = False
-    is_last_before_mute: bool = False
+    is_listed: bool = False  # among others in one message
+    began_at: float = math.nan  # time of its first anomaly; after a restart of the service before opened_at
+    told_at: float = math.nan  # time of the last message about it
     cause: str | None = None  # the evidence against the rank, or why none is singled out
     reports: tuple[str, ...] = ()  # last step and report of each rank, if no rank is singled out
     places: tuple[str, ...] = ()  # the collectives and source lines in which ranks wait
@@ -136,6 +139,7 @@ class Incident:
 
     def __post_init__(self) -> None:
         self.subjects |= self.first.subjects
+        self.began_at, self.told_at = (self.opened_at if math.isnan(at) else at for at in (self.began_at, self.told_at))
 
     @property
     def attempt_key(self) -> AttemptKey:
@@ -159,9 +163,10 @@ class Incident:
 def incident_key(first: Symptom) -> str:
     """Return a hash of `first`, the first anomaly of an incident, as 16 hexadecimal digits.
 
-    The hash depends on run, attempt, step, rank, kind, tensor and rule of this anomaly.
+    The hash depends on run, attempt, step, rank, kind, tensor and rule of this anomaly; without a step, on its time.
     """
-    parts = (first.run, first.attempt, first.step, first.rank, first.kind, first.tensor, first.rule)
+    place = first.ts if first.step is None else first.step
+    parts = (first.run, first.attempt, place, first.rank, first.kind, first.tensor, first.rule)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 

@@ -189,6 +189,12 @@ class Attempt:
         return max((one for one in every if isinstance(one, int)), default=1)
 
     @property
+    def sampled_every(self) -> int:
+        """Return the number of steps from one sampled step to the next, of quantities without an own interval."""
+        every = self.config.get("every")
+        return every if isinstance(every, int) and every > 0 else 1
+
+    @property
     def live_ranks(self) -> list[Rank]:
         """Return the ranks that have not ended, as far as the service knows."""
         return [rank for rank in self.ranks.values() if not rank.has_ended]

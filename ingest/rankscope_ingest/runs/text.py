@@ -7,12 +7,13 @@ notifications.
 from __future__ import annotations
 
 import bisect
+import datetime as dt
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
-from rankscope_contract.model.events import subject_name
+from rankscope_contract.model.events import RULES_OF_MACHINES, subject_name
 from rankscope_contract.model.redaction import redacted_text
 from rankscope_contract.model.stacks import FlightRecord, Standing
 from rankscope_ingest.runs.collective_calls import grouped, ranks_text, sentences, sites_of
@@ -26,9 +27,10 @@ from rankscope_storage.base.rule_names import (
     RUN_FAILED,
     RUN_SLOW,
     RUN_STALLED,
-    SLOW_RANK,
+    WITH_SENTENCE,
 )
 from rankscope_view.data.deviation import deviation_text
+from rankscope_view.pages.format import duration
 
 MAX_GROUPS: Final = 3
 """Maximum number of groups of ranks in the reason for the state of a run.
@@ -54,9 +56,8 @@ _SILENT: Final = "stopped responding without an exit report"
 _UNSEEN: Final = "did not respond after the service restarted (ended or killed while it was down)"
 NO_SUCCESS: Final = "ended without reporting success"
 SENT_AGAIN: Final = "(Sent again: the service stopped before it could confirm the delivery.)"
-MUTE_FOLLOWS: Final = (
-    "(This run has many incidents of this severity: further ones are stored but not sent for up to an hour.)"
-)
+LISTED: Final = "(This run has many incidents of this severity: for up to an hour, they are listed once a minute.)"
+MAX_LISTED: Final = 50
 
 
 # Reasons of states.
@@ -258,10 +259,32 @@ class Place:
 NO_PLACE: Final = Place()
 
 
-def title(incident: Incident) -> str:
-    """Return the title of the notification of `incident`: rule, place, and the values that are wrong."""
-    wrong = wrong_values(incident)
-    return f"[{incident.severity}] {incident.first.run}: {headline(incident.first)}{': ' if wrong else ''}{wrong}"
+def title(incident: Incident, *, open_seconds: float | None = None) -> str:
+    """Return the title of the notification of `incident`: rule, place, and the values that are wrong.
+
+    A reminder of an incident that is still open has `open_seconds`, the time since its beginning.
+    """
+    still = "" if open_seconds is None else f"still open after {duration(open_seconds)}: "
+    return f"[{incident.severity}] {incident.first.run}: {still}{summary(incident)}"
+
+
+def summary(incident: Incident) -> str:
+    """Return the headline of `incident`, and the values that are wrong."""
+    return ": ".join(filter(None, (headline(incident.first), wrong_values(incident))))
+
+
+def list_title(incidents: Sequence[Incident]) -> str:
+    """Return the title of the notification that lists several incidents of one run and severity."""
+    first = incidents[0]
+    return f"[{first.severity}] {first.first.run}: {len(incidents)} incident{'s' * (len(incidents) > 1)} more"
+
+
+def list_body(incidents: Sequence[Incident], *, is_repeated: bool, place: Place) -> str:
+    """Return the body of the notification that lists several incidents, with one line for each of MAX_LISTED."""
+    run, left = incidents[0].first.run, len(incidents) - MAX_LISTED
+    lines = [f"run: {run}", *(f"{summary(one)}" for one in incidents[:MAX_LISTED])]
+    lines += [f"and {left:,} more"] * (left > 0) + [f"details: {place.command('incidents', run)}", LISTED]
+    return "\n".join(lines + [SENT_AGAIN] * is_repeated)
 
 
 def wrong_values(incident: Incident, *, is_largest: bool = False) -> str:
@@ -273,10 +296,10 @@ def wrong_values(incident: Incident, *, is_largest: bool = False) -> str:
     if first.rule == RUN_FAILED or (first.rule in RULES_OF_RUNS and incident.log):
         reason = (incident.cause if incident.log else first.message) or ""
         return redacted_text(reason.partition("\n")[0].removeprefix(f"{first.ranks_named}: "), _LONGEST_REASON)
+    if first.rule in WITH_SENTENCE:
+        return (first.message or "").removeprefix(f"{first.ranks_named} ")
     if first.rule in RULES_OF_RUNS or first.value is None or first.op is None:
         return ""
-    if first.rule == SLOW_RANK:
-        return (first.message or "").removeprefix(f"{first.ranks_named} ")
     if first.op in _NON_FINITE_COUNTS:
         return f"{first.value:,.0f} elements are {_NON_FINITE_COUNTS[first.op]}"
     value, extent = (incident.largest, "up to ") if is_largest else (first.value, "")
@@ -312,7 +335,8 @@ def body(incident: Incident, *, is_repeated: bool = False, place: Place = NO_PLA
         sections |= {"last rows": incident.log.rows, "how to read the rows": incident.log.guide}
     for label, section in sections.items():
         lines += [f"{label}:", *(f"  {line}" for line in section)] if section else []
-    command = {RUN_STALLED: "stacks", RUN_FAILED: "summary"}.get(first.rule or "", "anomalies")
+    commands = {RUN_STALLED: "stacks", RUN_FAILED: "summary", **dict.fromkeys(RULES_OF_MACHINES, "events")}
+    command = commands.get(first.rule or "", "anomalies")
     command = "summary" if incident.log is not None and first.rule in RULES_OF_RUNS else command
     if command == "anomalies":
         ranks = f" on {ranks_text(sorted(incident.ranks))}" if incident.ranks else ""
@@ -320,32 +344,51 @@ def body(incident: Incident, *, is_repeated: bool = False, place: Place = NO_PLA
     lines.append(f"details: {place.command(command, first.run)}")
     lines += [f"page: {place.page(incident)}"] if place.url else []
     lines.append(f"incident: {incident.key}")
-    lines += [SENT_AGAIN] * is_repeated + [MUTE_FOLLOWS] * incident.is_last_before_mute
-    return "\n".join(lines)
+    return "\n".join(lines + [SENT_AGAIN] * is_repeated)
 
 
-def resolved_title(incident: Incident, *, has_continued: bool) -> str:
-    """Return the title of the notification that an incident is over: training continues, or the run ended."""
-    return f"[resolved] {incident.first.run}: {incident.first.rule}, {_outcome(incident, has_continued=has_continued)}"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """The end of an incident: its time in UTC, seconds since the beginning, and whether training continues."""
+
+    has_continued: bool
+    at: dt.datetime | None = None  # None if it is unknown
+    seconds: float = 0.0
 
 
-def resolved_body(incident: Incident, *, has_continued: bool, place: Place = NO_PLACE) -> str:
-    """Return the body of the notification that an incident is over: training continues, or the run ended."""
+def resolved_title(incident: Incident, ending: Ending) -> str:
+    """Return the title of the notification that an incident is over."""
     first = incident.first
-    outcome = _outcome(incident, has_continued=has_continued)
-    before = "the stall" if first.rule == RUN_STALLED else "it"
-    last = "" if first.step is None else f" The last step before {before} was {first.step}."
-    details = "" if has_continued else f"details: {place.command('summary', first.run)}\n"
-    log = "" if incident.log is None else f"log monitor: {incident.log.address}\n"
-    return (
-        f"run: {first.run} (attempt {first.attempt})\n{log}{outcome[0].upper()}{outcome[1:]}.{last}\n"
-        f"{details}incident: {incident.key}"
-    )
+    name = first.rule if first.rule in RULES_OF_RUNS else headline(replace(first, step=None))
+    return f"[resolved] {first.run}: {name}, {_outcome(incident, ending)}"
 
 
-def _outcome(incident: Incident, *, has_continued: bool) -> str:
-    if incident.first.rule == LOG_UNREADABLE:
+def resolved_body(incident: Incident, ending: Ending, *, place: Place = NO_PLACE) -> str:
+    """Return the body of the notification that an incident is over."""
+    first, outcome = incident.first, _outcome(incident, ending)
+    sentences = [f"{outcome[0].upper()}{outcome[1:]}."]
+    is_of_run = first.rule in RULES_OF_RUNS
+    if is_of_run and first.step is not None:
+        before = "the stall" if first.rule == RUN_STALLED else "it"
+        sentences.append(f"The last step before {before} was {first.step}.")
+    if ending.at is not None:
+        after = f", {duration(ending.seconds)} after it was reported" if is_of_run else ""
+        sentences.append(f"It ended at {ending.at:%Y-%m-%d %H:%M:%S} UTC{after}.")
+    lines = [f"run: {first.run} (attempt {first.attempt})"]
+    lines += [] if incident.log is None else [f"log monitor: {incident.log.address}"]
+    lines.append(" ".join(sentences))
+    lines += [] if ending.has_continued else [f"details: {place.command('summary', first.run)}"]
+    return "\n".join([*lines, f"incident: {incident.key}"])
+
+
+def _outcome(incident: Incident, ending: Ending) -> str:
+    first, last = incident.first, incident.last_step
+    if first.rule not in RULES_OF_RUNS:
+        steps = "" if first.step is None else f", step {first.step}"
+        steps = f", steps {first.step} to {last}" if last != first.step else steps
+        return f"over after {duration(ending.seconds)}{steps}"
+    if first.rule == LOG_UNREADABLE:
         return "the log can be read again"
-    if incident.first.rule == RUN_SLOW and has_continued:
+    if first.rule == RUN_SLOW and ending.has_continued:
         return "the step time is normal again"
-    return "training continues" if has_continued else "the run ended"
+    return "training continues" if ending.has_continued else "the run ended"

@@ -387,6 +387,7 @@ class Service:
             commit=self._pipeline.flusher.commit_now,
             deliveries=deliveries,
             place=lambda: Place.of(located(config.store.path), f"{self._api.url}{config.service.base_path}"),
+            store=located(config.store.path),
         )
         hooks = Hooks(deliveries=deliveries, on_commit=self._on_commit_of_log)
         self._following = partial(following, config, writer, notifiers, hooks)
@@ -454,7 +455,8 @@ class Service:
         jobs = [
             Job("settling incidents", SETTLE_SECONDS, self._settle_incidents),
             Job("updating runs", UPDATE_SECONDS, self._update_runs),
-            Job("resolving incidents", UPDATE_SECONDS, self._monitor.resolve_incidents),
+            Job("resolving incidents", UPDATE_SECONDS, self._resolve_incidents),
+            Job("reminding of incidents", UPDATE_SECONDS, self._remind),
             Job("checking for stalls", UPDATE_SECONDS, self._check_stalls),
             Job("measuring the lag of ranks", UPDATE_SECONDS, self._api.look),
             Job("reading goodput", UPDATE_SECONDS, self._api.goodput.read_if_due, starts_immediately=True),
@@ -479,7 +481,17 @@ class Service:
     def _update_runs(self) -> None:
         if failures := self._monitor.update_runs():
             self._announce(failures)
-            self._monitor.resolve_incidents()  # the failures that these replace, in the same commit
+            self._resolve_incidents()  # the failures that these replace, in the same commit
+
+    def _resolve_incidents(self) -> None:
+        for incident in self._monitor.resolve_incidents():
+            ended_at, place = incident.seen_at, self._announcer.place()
+            notice = resolved_message(incident, has_continued=True, ended_at=ended_at, place=place)
+            self._spawn(self._announcer.tell_end(incident, notice))
+
+    def _remind(self) -> None:
+        for incident, open_seconds in self._monitor.due_reminders():
+            self._spawn(self._announcer.remind(incident, open_seconds))
 
     def _check_stalls(self) -> None:
         """Start the requests for stacks and the notifications that are due for stalled attempts."""
@@ -489,7 +501,8 @@ class Service:
         for incident in actions.due:
             self._spawn(self._announcer.announce(incident))
         for incident, has_continued in actions.over:
-            notice = resolved_message(incident, has_continued=has_continued, place=self._announcer.place())
+            ended_at, place = self._monitor.clock(), self._announcer.place()
+            notice = resolved_message(incident, has_continued=has_continued, ended_at=ended_at, place=place)
             self._spawn(self._announcer.resolve(incident, notice))
 
     async def _collect_stacks(self, key: AttemptKey, ranks: Collection[int]) -> None:
@@ -563,7 +576,8 @@ class Service:
         reached = [loop.poll_once() for loop in live if loop.target.failures_in_row == 0]
         await _results("the last poll of a rank", reached)
         while self._background:
-            await asyncio.wait(self._background)
+            self._announcer.send_lists()
+            await asyncio.wait(self._background, timeout=UPDATE_SECONDS)
         self._faults.attempt("resolving incidents", self._monitor.resolve_incidents)
         await self._pipeline.flusher.commit_now()
 

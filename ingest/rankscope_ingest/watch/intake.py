@@ -113,10 +113,10 @@ class WatchStore:
             self.known[run] = known_imports(self.connection, run)
         return self.known[run]
 
-    def incidents_of(self, run: str) -> list[tuple[Incident, str]]:
-        """Return the incidents of `run` that were found in logs, each with its latest state."""
+    def incidents_of(self, run: str) -> list[tuple[Incident, list[str]]]:
+        """Return the incidents of `run` that were found in logs, each with its states in order."""
         stored = stored_incidents(self.connection, time.monotonic())
-        return [(incident, state) for incident, state in stored if incident.first.run == run and incident.log]
+        return [(incident, states) for incident, states in stored if incident.first.run == run and incident.log]
 
     def recent(self, run: str, stream: str, seq: int) -> tuple[pa.Table, pa.Table]:
         """Return the scalars and events behind the record `seq` of a log.

@@ -20,9 +20,10 @@ import pyarrow as pa
 from rankscope_contract.model.events import RunState, Severity
 from rankscope_ingest.base.background import start_task
 from rankscope_ingest.base.config import NotifySection, RunsSection, WatchSection
+from rankscope_ingest.detect.history import is_unsent
 from rankscope_ingest.detect.incidents import IncidentTracker, symptoms
 from rankscope_ingest.notify.announcer import Announcer, Deliveries, Notifier, resolved_message
-from rankscope_ingest.runs.incident import MUTED, OPENED, RESOLVED, Incident, LogReport, Symptom
+from rankscope_ingest.runs.incident import MUTED, RESOLVED, Incident, LogReport, Symptom
 from rankscope_ingest.runs.models import Attempt, Liveness, Rank
 from rankscope_ingest.runs.text import NO_PLACE, Place, headline, wrong_values
 from rankscope_ingest.runs.tracker import RunTracker
@@ -40,6 +41,7 @@ from rankscope_storage.base.rule_names import (
     RUN_STOPPED,
     SLOW_STEPS,
 )
+from rankscope_view.data.incidents import is_open
 
 log = logging.getLogger(__name__)
 
@@ -129,6 +131,7 @@ class Reporter:
             commit=self.commit,
             deliveries=deliveries or Deliveries(),
             place=lambda: place,
+            store=store.folder,
         )
 
     async def commit(self) -> None:
@@ -195,7 +198,8 @@ class Reporter:
         if (announcing := self._announcing.pop(incident.key, None)) is not None:
             await asyncio.wait([announcing])  # resolved is the last state
         if has_continued and not incident.is_muted:
-            await self._announcer.resolve(incident, resolved_message(incident, has_continued=True))
+            notice = resolved_message(incident, has_continued=True, ended_at=time.monotonic())
+            await self._announcer.resolve(incident, notice)
         else:
             self._store.record(incident, RESOLVED)
         await self.commit()
@@ -209,7 +213,8 @@ class Reporter:
     async def sent(self) -> None:
         """Wait until the messages that are being sent are sent or have failed."""
         while self._tasks:
-            await asyncio.wait(self._tasks)
+            self._announcer.send_lists()
+            await asyncio.wait(self._tasks, timeout=1.0)
 
     async def finish(self, timeout_seconds: float) -> None:
         """Wait for the messages that are being sent, and store all pending rows.
@@ -217,6 +222,7 @@ class Reporter:
         Messages that could not be sent within `timeout_seconds` are sent by the next process.
         """
         self.announce_due(math.inf)
+        self._announcer.send_lists()
         if self._tasks:
             _, late = await asyncio.wait(self._tasks, timeout=timeout_seconds)
             for task in late:
@@ -253,21 +259,21 @@ class LogIncidents:
         incident = self._open.get(RUN_SLOW)
         return None if incident is None or incident.first.attempt != self._rows.attempt else incident.first.baseline
 
-    def restore(self, stored: Iterable[tuple[Incident, str]], *, sends_again: bool) -> None:
-        """Add the incidents that an earlier process has stored, each with its latest state.
+    def restore(self, stored: Iterable[tuple[Incident, Sequence[str]]], *, sends_again: bool) -> None:
+        """Add the incidents that an earlier process has stored, each with its states.
 
         With `sends_again`, messages that the earlier process may not have sent are sent now.
         """
-        for incident, state in stored:
+        for incident, states in stored:
             self._reporter.remember(incident)
             if incident.log is None or incident.log.address != self._address:
                 continue
-            incident.is_muted = state == MUTED
-            if sends_again and state == OPENED:
+            incident.is_muted = MUTED in states
+            if sends_again and is_unsent(states):
                 self._reporter.send_again(incident)
             if incident.first.op is not None:  # of anomalies, not of a condition
-                (self._tracker.remember if state == RESOLVED else self._tracker.restore)(incident)
-            elif state != RESOLVED:
+                (self._tracker.restore if is_open(states) else self._tracker.remember)(incident)
+            elif is_open(states):
                 self._close({incident.first.rule or ""}, has_continued=False)
                 self._open[incident.first.rule or ""] = incident
 
@@ -277,7 +283,7 @@ class LogIncidents:
         rows = events.drop_columns("ts").to_pylist()
         for number in sorted({row["attempt"] or 0 for row in rows}):
             for one in symptoms(row for row in rows if row["attempt"] == number):
-                self._tracker.observe(dataclasses.replace(one, ranks=self._address), now)
+                self._tracker.observe(dataclasses.replace(one, ranks=self._address), now, stride=self._rows.stride)
                 self._unreported += self._tracker.settle(now, {})
 
     def report(self, verdict: Verdict, now: float) -> Verdict:

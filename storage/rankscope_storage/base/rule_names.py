@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from rankscope_contract.model.events import GPU_THROTTLED, INGEST_LOSING, RULES_OF_MACHINES
+
 SLOW_RANK: Final = "SlowRank"
 
 RUN_FAILED: Final = "RunFailed"
@@ -26,6 +28,12 @@ LOG_UNREADABLE: Final = "LogUnreadable"
 
 RULES_OF_RUNS: Final = frozenset({RUN_FAILED, RUN_STALLED, RUN_SLOW, RUN_FINISHED, RUN_STOPPED, LOG_UNREADABLE})
 """Rule names of the incidents of runs and logs. All other incidents are groups of anomalies."""
+
+ENDS_WITH_RUN: Final = frozenset({RUN_STALLED, SLOW_RANK, GPU_THROTTLED, INGEST_LOSING})
+"""Rule names of the incidents whose cause is gone at the end of the attempt."""
+
+WITH_SENTENCE: Final = RULES_OF_MACHINES | {SLOW_RANK}
+"""Rule names of firings whose message is a complete sentence, which replaces the statistic and its value."""
 
 SLOW_STEPS: Final = "SlowSteps"
 SLOW_FACTOR: Final = 2.0

@@ -171,23 +171,30 @@ def close_incidents(root: Location, found: Sequence[Mapping[str, Any]], note: st
     StoreError if the note is too long or the store cannot be written.
     """
     check_note(note)
+    closing = {"state": CLOSED, "user": user_name(), "note": note.strip()}
+    rows = [{**one, "type": EventType.INCIDENT, "details": {**one["details"], **closing}} for one in found]
+    add_events(root, rows, sync)
+
+
+def add_events(root: Location, rows: Sequence[Mapping[str, Any]], sync: Sync) -> None:
+    """Commit events of a user, now. The `details` of each row are a mapping.
+
+    Raises StoreError if the store cannot be written.
+    """
     log = Log.open(root, sync)
     now = dt.datetime.now(dt.UTC)
-    ordinal = round(now.timestamp() * 1e6)
-    added = {"type": EventType.INCIDENT, "ts": now, "ordinal": ordinal, "ts_origin": "ingest"}
-    closing = {"state": CLOSED, "user": _user(), "note": note.strip()}
-    rows = [
-        {**one, **added, "details": json.dumps({**one["details"], **closing}, sort_keys=True, ensure_ascii=False)}
-        for one in found
-    ]
-    table = conform(pa.Table.from_pylist(rows, schema=dataset_schema("events")), "events")
+    added = {"ts": now, "ordinal": round(now.timestamp() * 1e6), "ts_origin": "ingest"}
+    texts = [json.dumps(row["details"], sort_keys=True, ensure_ascii=False) for row in rows]
+    made = [{**row, **added, "details": text} for row, text in zip(rows, texts, strict=True)]
+    table = conform(pa.Table.from_pylist(made, schema=dataset_schema("events")), "events")
     try:
         log.commit(Change(added=[write_file(root, "events", shared_part(now.date()), table, sync)]))
     except OSError as error:
         raise StoreError(f"cannot write to {root}: {error.strerror or error}") from error
 
 
-def _user() -> str:
+def user_name() -> str:
+    """Return the name of the user of this process."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):  # a container without an entry for the user

@@ -11,10 +11,10 @@ from tests.ingest.builders import rank_of
 from rankscope_contract.model.events import RunState, causal_key
 from rankscope_contract.model.kinds import CAUSAL_STAGE
 from rankscope_ingest.base.config import RunsSection
-from rankscope_ingest.detect.incidents import ANNOUNCED_PER_HOUR, MOST_ENDED, IncidentTracker, symptoms
+from rankscope_ingest.detect.incidents import MESSAGES_PER_HOUR, MOST_ENDED, IncidentTracker, symptoms
 from rankscope_ingest.notify.announcer import incident_message
 from rankscope_ingest.runs.incident import SEVERITIES, Symptom, run_incident, urgency
-from rankscope_ingest.runs.text import MUTE_FOLLOWS, Place
+from rankscope_ingest.runs.text import Place
 from rankscope_ingest.runs.tracker import RunTracker
 from rankscope_storage.base.rule_names import RUN_FAILED, SLOW_RANK
 
@@ -262,10 +262,11 @@ def test_separate_causes_that_arrive_together_are_separate_incidents(symptoms, e
     "later",
     [
         pytest.param(spike(65, "v"), id="another tensor"),
-        pytest.param(spike(61, "v"), id="another tensor at the next step"),
-        pytest.param(spike(55, "v"), id="another tensor at an earlier step"),
+        pytest.param(spike(64, "v"), id="another tensor after three steps"),
+        pytest.param(spike(56, "v"), id="another tensor at an earlier step"),
         pytest.param(spike(65, value=1300.0), id="a larger spike of the same tensor"),
         pytest.param(dataclasses.replace(spike(61), rule="Other"), id="another rule"),
+        pytest.param(dataclasses.replace(spike(61, "v"), severity="critical"), id="a higher severity"),
     ],
 )
 def test_false_alarm_does_not_hide_later_anomalies(later):
@@ -292,8 +293,13 @@ LATER = {
         *(nans(60, "w", 1.0, rank=1), False),
         *([*(nans(step, f"t{step}") for step in range(61, 90)), nans(100, "u")], [False] * 29 + [True]),
     ),
-    "late rank with its first cause": (
-        *(symptom(60, severity="warning"), False, [symptom(60, rank=1, kind="grad_unreduced")], [False]),
+    "late rank with its first cause": (*(symptom(60), False, [symptom(60, rank=1, kind="grad_unreduced")], [False]),),
+    "fault that moves over the tensors": (
+        *(spike(60), False, [spike(60 + 3 * n, f"t{n}", rank=n % 2) for n in range(1, 40)], [False] * 39),
+    ),
+    "other rules at the step": (
+        *(spike(60, rank=1), False),
+        *([dataclasses.replace(spike(60 + n), rule="Other") for n in range(2)], [False, False]),
     ),
     "anomaly without a step": (TEMPERATURE, False, [symptom(60)], [True]),
     "late rank of a past one": (
@@ -338,24 +344,18 @@ def test_restored_incident_absorbs_replayed_records():
     assert [False, True] == [past_one.observe(symptom(step), 30.0) is not None for step in (80, 81)]
 
 
-def test_flood_of_incidents_is_muted_and_the_last_message_announces_it():
+def test_incidents_above_the_limit_of_an_hour_are_listed():
+    """Warnings do not delay critical incidents."""
     incidents = tracker()
-    for number in range(ANNOUNCED_PER_HOUR + 5):
-        incidents.observe(symptom(100 * number), 0.0)
+    for number in range(MESSAGES_PER_HOUR + 5):
+        incidents.observe(symptom(100 * number, severity="warning"), 0.0)
     settled = incidents.settle(1.0, {})
-    incidents.observe(symptom(100_000), 3700.0)
-    (later,) = incidents.settle(3702.0, {})
-
-    assert [False] * ANNOUNCED_PER_HOUR + [True] * 5 == [incident.is_muted for incident in settled]
-    assert not later.is_muted
-    assert [ANNOUNCED_PER_HOUR - 1] == [n for n, i in enumerate(settled) if MUTE_FOLLOWS in incident_message(i).body]
-
-
-def test_flood_of_warnings_does_not_mute_a_critical_incident():
-    incidents = opened(*(symptom(100 * number, severity="warning") for number in range(ANNOUNCED_PER_HOUR + 1)))
     incidents.observe(symptom(100_000), 2.0)
+    settled += incidents.settle(3.0, {})
+    incidents.observe(symptom(200_000, severity="warning"), 3700.0)
+    settled += incidents.settle(3702.0, {})
 
-    assert [False] == [incident.is_muted for incident in incidents.settle(3.0, {})]
+    assert [*[False] * MESSAGES_PER_HOUR, *[True] * 5, False, False] == [one.is_listed for one in settled]
 
 
 def test_message_contains_run_rank_tensor_kind_and_step_and_the_page():

@@ -225,10 +225,10 @@ def test_attempt_starts_by_the_rank_if_the_service_was_set_back():
     assert 50 == (attempt.ended_at - began) / 1e6
 
 
-def body_of(target, *seqs, events=()):
+def body_of(target, *seqs, events=(), **columns):
     """Return the body with a record of a loss for each of `seqs`, or of `events`."""
     rows = {"events": list(events)} if events else {"scalars": [{"name": "loss", "value": 1.0}]}
-    records = [{"seq": seq, "ts": 10**15, "step": seq, **rows} for seq in seqs]
+    records = [{"seq": seq, "ts": 10**15, "step": seq, **rows, **columns} for seq in seqs]
     who = target.registration
     context = RowContext(run="r", attempt=0, rank=who.rank, incarnation=who.incarnation)
     return check(open_stream(encode_records(records)), {}, context, first_ordinal=1, after=target.cursor)

@@ -18,6 +18,8 @@ from rankscope_contract.model.identity import Identity
 from rankscope_exporter.process.errors import ErrorBoundary
 from rankscope_exporter.publish.rank_server import RankServer
 from rankscope_exporter.publish.serving_config import ServeConfig
+from rankscope_ingest.detect.incidents import MESSAGES_PER_HOUR
+from rankscope_ingest.runs.text import SENT_AGAIN
 from rankscope_storage.connection import connect
 
 STORED = "FROM events WHERE type = 'anomaly'"
@@ -169,6 +171,30 @@ async def test_each_incident_is_notified_once_also_across_kills(make_service, op
     ] == titles
     keys = [message["message"].partition("incident: ")[2][:16] for message in receiver.messages]
     assert 2 == len(set(keys))
+
+
+@pytest.mark.thorough
+async def test_list_of_a_killed_service_is_sent_once_by_the_next_one(make_service, open_channels):
+    """It is killed in the minute in which it waits for further incidents; the listed ones are over."""
+    async with Receiver() as receiver:
+        service = make_service(notify=receiver.url)
+        await asyncio.to_thread(service.start)
+        (channel,) = await asyncio.to_thread(open_channels, service, world_size=1)
+        for number in range(MESSAGES_PER_HOUR + 4):
+            faulty = [nan_event(f"t{number}")] if number < MESSAGES_PER_HOUR + 3 else []
+            channel.publish(step_record(100 * number, *faulty))
+        resolved = "FROM events WHERE type = 'incident' AND details->>'$.state' = 'resolved'"
+        await asyncio.to_thread(until, lambda: service.has(MESSAGES_PER_HOUR + 3, resolved))
+        await asyncio.to_thread(until, lambda: service.has(MESSAGES_PER_HOUR, NOTIFIED))
+        await asyncio.to_thread(service.kill)
+        for _ in range(2):  # it sends the list when it stops
+            await asyncio.to_thread(service.start)
+            assert 0 == await asyncio.to_thread(service.terminate)
+        listed = receiver.messages[MESSAGES_PER_HOUR:]
+
+    assert ["[critical] r: 3 incidents more"] == [message["title"] for message in listed]
+    assert SENT_AGAIN in listed[0]["message"]
+    assert service.has(MESSAGES_PER_HOUR + 3, NOTIFIED)
 
 
 async def test_notification_does_not_wait_for_a_poll_or_a_flush(tmp_path, start_service, fake_rank, eventually):

@@ -50,6 +50,7 @@ _GROUPS: Final = {
             EventType.HANG,
             EventType.ERROR,
             EventType.XID,
+            EventType.GPU,
             EventType.GAP,
             EventType.STEP_SKIPPED,
             EventType.LOSS_MISSING,

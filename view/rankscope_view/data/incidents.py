@@ -16,7 +16,13 @@ from typing import Any, Final
 from rankscope_contract.model.events import CLOSED, EVALUATION_NAME, Severity, subject_name
 from rankscope_contract.model.kinds import CAUSAL_STAGE, EVALUATION_STAGE, LOSS_STAGE, SCALAR_STAGE
 from rankscope_storage.api.summaries import INCIDENT_GAP_STEPS, AnomalyRow, anomalies
-from rankscope_storage.base.rule_names import RULES_OF_RUNS, RUN_FAILED, RUN_FINISHED, RUN_STALLED, SLOW_RANK
+from rankscope_storage.base.rule_names import (
+    ENDS_WITH_RUN,
+    RULES_OF_RUNS,
+    RUN_FAILED,
+    RUN_FINISHED,
+    SLOW_RANK,
+)
 from rankscope_storage.connection import Connection
 from rankscope_view.data.deviation import deviation_text
 from rankscope_view.data.documents import json_object
@@ -46,7 +52,7 @@ CAUSAL_PLACE: Final = f"""\
 # The end of an attempt is the end of the cause of a stall; the end of following its log is not.
 _REPORTED: Final = f"""\
 SELECT run, attempt, rank, step, epoch(ts) AS at, severity, rule, kind, tensor, op, value, baseline, threshold, message,
-  details, rule IN ('{RUN_STALLED}', '{SLOW_RANK}') AND coalesce(attempt, 0) < (SELECT coalesce(max(attempt), 0)
+  details, rule IN {tuple(sorted(ENDS_WITH_RUN))} AND coalesce(attempt, 0) < (SELECT coalesce(max(attempt), 0)
     + bool_or(state IN ('completed', 'failed') OR (state = 'stopped' AND source_kind = 'live'))::INTEGER
     FROM runs WHERE run = events.run) AS is_over
 FROM events

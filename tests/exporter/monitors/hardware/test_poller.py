@@ -27,6 +27,7 @@ from rankscope_exporter.monitors.hardware import (
     READINGS,
     THROTTLE_REASONS,
     Gpu,
+    GpuEvents,
     HardwarePoller,
     ResourceObserver,
     host_scalars,
@@ -34,7 +35,7 @@ from rankscope_exporter.monitors.hardware import (
     uuid_of,
 )
 from rankscope_exporter.process.errors import ErrorBoundary
-from rankscope_exporter.records.record import StepRecord
+from rankscope_exporter.records.record import Scalar, StepRecord
 
 BUSY = "GPU-bbbbbbbb-0000-1111-2222-333333333333"
 OFTEN = {"every_seconds": 0.01}
@@ -459,3 +460,33 @@ def test_failed_xids_lose_neither_the_metrics_nor_earlier_xids():
     assert {("gpu_xid_errors_total",)} == values(opened(RecordedNvml(), BUSY)).keys() - values(without).keys()
     assert ([], [31]) == (without.xids(unexpected), [event.value for event in gpu.xids(note(reported))])
     assert ["the driver is gone"] == reported
+
+
+def seconds_of_events(name, key, readings):
+    """Return the seconds and values of the events about readings of one label, every 10 s, by rule."""
+    made, found = GpuEvents(), []
+    for number, (label, value) in enumerate(readings):
+        labels = {key: label, "gpu": "GPU-1"}
+        found += [
+            (event.rule, 10 * number, event.value)
+            for event in made.of([Scalar(name, value, None, labels)], 10.0 * number)
+        ]
+    return found
+
+
+HOT, BUSY_LIMIT, COOL = ("hw_thermal", 1.0), ("sw_power_cap", 1.0), ("hw_thermal", 0.0)
+ECC, THROTTLED = ("gpu_ecc_errors_total", "type"), ("gpu_throttled", "reason")
+
+
+@pytest.mark.parametrize(
+    ("metric", "readings", "expected"),
+    [
+        (ECC, [("uncorrected", 7.0), ("uncorrected", 7.0), ("uncorrected", 9.0)], [("GpuEccUncorrected", 20, 2.0)]),
+        (ECC, [("corrected", 7.0), ("corrected", 9.0)], []),
+        (THROTTLED, [HOT] * 38, [("GpuThrottled", 300, 300.0), ("GpuThrottled", 360, 360.0)]),
+        (THROTTLED, [*[HOT] * 20, COOL, *[HOT] * 20], []),
+        (THROTTLED, [BUSY_LIMIT] * 40, []),
+    ],
+)
+def test_memory_errors_and_lasting_throttling_are_events_with_the_rule_of_their_alert(metric, readings, expected):
+    assert expected == seconds_of_events(*metric, readings)
