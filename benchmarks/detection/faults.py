@@ -1,14 +1,16 @@
-"""The corpus: faults of 24 kinds in up to three grades, each injected from one step on.
+"""The corpus: 66 faults of 25 kinds in up to three grades, each injected from one step on, and further cases.
 
-A third of the faults is `held_out`: thresholds are never chosen with them.
+A third of the faults is `held_out`: thresholds are never chosen with them. The cases check the number of messages, and
+the names of slow ranks and phases.
 """
 
 from __future__ import annotations
 
 import math
+import random
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import torch
@@ -31,6 +33,7 @@ class State:
     step: int = -1
     step_seconds: float = 0.01
     clip: float | None = 0.25
+    sleep: Callable[[float], None] = time.sleep
     kept: list[Any] = field(default_factory=list)
 
     def tensor(self, name: str) -> nn.Parameter:
@@ -51,8 +54,9 @@ class Fault:
     """A fault. `rank` and `tensor` (its beginning) are what a message should name; None where nothing is to be named.
 
     `once` is called before the forward pass of the step of the fault, `each` before that of each step from there on,
-    `batch` changes the batch [sequences, context + 1], `labels` those of the loss. `gradient` gets state, name and
-    local gradient of each parameter, and `update` is called within the update of the optimizer.
+    and `forward` within it. `batch` changes the batch [sequences, context + 1], `labels` those of the loss. `gradient`
+    gets state, name and local gradient of each parameter, and `update` is called within the update of the optimizer.
+    Only rules about time can report a fault `of_time`, and only a fault `of_time` can explain their messages.
     """
 
     name: str
@@ -60,12 +64,17 @@ class Fault:
     tensor: str | None = None
     once: Change | None = None
     each: Change | None = None
+    forward: Change | None = None
     batch: Batch | None = None
     labels: Batch | None = None
     gradient: Callable[[State, str, torch.Tensor], torch.Tensor] | None = None
     after_backward: Change | None = None
     update: Change | None = None
     has_scaler: bool = False
+    of_time: bool = False
+    phase: str | None = None  # that a message about a slow rank should name
+    steps: int = 60  # that are observed from the step of the fault on
+    messages: int = 1  # that should arrive
     is_slow: bool = False  # takes minutes
     held_out: bool = False
 
@@ -124,10 +133,7 @@ def _of_weights() -> Iterator[Fault]:
     name = "body.0.up.weight"
     yield Fault(name="nan weight", tensor=name, once=lambda s: s.tensor(name)[3, 3].fill_(math.nan))
     for percent in (10, 50, 100):
-        rows = percent * 128 // 100
-        yield Fault(
-            name=f"dead units {percent} %", tensor=name, once=lambda s, rows=rows: s.tensor(name)[:rows].zero_()
-        )
+        yield Fault(name=f"dead units {percent} %", tensor=name, once=lambda s, p=percent: _kill(s.tensor(name), p))
     for bit in (10, 25, 30):
         yield Fault(name=f"bit {bit}", rank=RANK, tensor=name, once=lambda s, bit=bit: _flip(s, name, bit))
     for factor in (2.0, 3.0, 20.0):
@@ -154,6 +160,10 @@ def _of_weights() -> Iterator[Fault]:
     yield Fault(
         name="norm fades", tensor="body.1.norm2.weight", update=lambda s: s.tensor("body.1.norm2.weight").mul_(0.9)
     )
+
+
+def _kill(weight: torch.Tensor, percent: int) -> None:
+    weight[: len(weight) * percent // 100] = 0
 
 
 def _flip(state: State, name: str, bit: int) -> None:
@@ -226,21 +236,31 @@ def _of_data() -> Iterator[Fault]:
 
 def _of_time() -> Iterator[Fault]:
     for percent in (20, 50, 100):
-        yield Fault(name=f"slow rank {percent} %", rank=RANK, each=lambda s, p=percent: _sleep(s, p, s.rank == RANK))
+        yield Fault(
+            name=f"slow rank {percent} %",
+            rank=RANK,
+            of_time=True,
+            phase="forward",
+            forward=lambda s, p=percent: _sleep(s, p, s.rank == RANK),
+        )
     for percent in (10, 50, 100):
-        yield Fault(name=f"data wait {percent} %", batch=lambda s, batch, p=percent: _slow_batch(s, batch, p))
+        yield Fault(
+            name=f"data wait {percent} %", of_time=True, batch=lambda s, batch, p=percent: _slow_batch(s, batch, p)
+        )
     for percent in (0.1, 0.3):
-        yield Fault(name=f"steps slow down {percent} %", each=lambda s, p=percent: _sleep(s, p * s.step))
+        yield Fault(
+            name=f"steps slow down {percent} %", of_time=True, forward=lambda s, p=percent: _sleep(s, p * s.step)
+        )
     for size in (50_000, 500_000):
         yield Fault(name=f"leak of {size // 1000} kB", each=lambda s, n=size: s.kept.append(b"x" * n))
+    hang, rank = Fault(name="hang of all", of_time=True, is_slow=True, once=lambda s: s.sleep(400)), RANK
+    yield replace(hang, name="hang of a rank", rank=rank, once=lambda s: s.sleep(400) if s.rank == rank else None)
+    yield hang
 
-    yield Fault(name="hang of a rank", rank=RANK, is_slow=True, once=lambda s: time.sleep(400 * (s.rank == RANK)))
-    yield Fault(name="hang of all", is_slow=True, once=lambda _: time.sleep(400))
 
-
-def _sleep(state: State, percent: float, is_meant: bool = True) -> None:  # noqa: FBT001, FBT002 - private
+def _sleep(state: State, percent: float, is_meant: bool = True, least: float = 0.0) -> None:  # noqa: FBT001, FBT002
     if is_meant:
-        time.sleep(percent / 100 * state.step_seconds)
+        state.sleep(max(least, percent / 100 * state.step_seconds))
 
 
 def _slow_batch(state: State, batch: torch.Tensor, percent: float) -> torch.Tensor:
@@ -249,6 +269,59 @@ def _slow_batch(state: State, batch: torch.Tensor, percent: float) -> torch.Tens
 
 
 def corpus() -> list[Fault]:
-    """Return all faults in a fixed order; every third one is held out."""
+    """Return the faults in a fixed order; every third one is held out."""
     found = [*_of_gradients(), *_of_weights(), *_of_optimizer(), *_of_data(), *_of_time()]
-    return [Fault(**(vars(one) | {"held_out": place % 3 == 2})) for place, one in enumerate(found)]
+    return [replace(one, held_out=place % 3 == 2) for place, one in enumerate(found)]
+
+
+def message_cases() -> list[Fault]:
+    """Return a fault that reaches another tensor at each of 40 steps, and 33 gradients that are 50 times too large."""
+
+    def spikes(name: str, every: int, count: int, messages: int) -> Fault:
+        def gradient(state: State, tensor: str, local: torch.Tensor) -> torch.Tensor:
+            number, rest = divmod(state.step, every)
+            names = [own for own, _ in state.model.named_parameters()]
+            is_meant = state.rank == RANK and 0 <= number < count and rest == 0
+            return local * 50.0 if is_meant and tensor == names[number % len(names)] else local
+
+        return Fault(name=name, rank=RANK, gradient=gradient, steps=every * count + 20, messages=messages)
+
+    return [spikes("spikes that move", 1, 40, 1), spikes("single spikes", 25, 33, 33)]
+
+
+MOST_SLOWDOWNS: Final = 120
+LEAST_SLOWDOWN: Final = 0.05
+"""Seconds of a slowdown of at least the median time of a step."""
+
+
+def slowdown(number: int) -> Fault:
+    """Return a slowdown of one rank: in computation, in input, or by pauses. Each sixth is of 20 to 50 % of a step."""
+    draw = random.Random(number)  # noqa: S311 - not for cryptography
+    is_mild, what = number % 6 == 5, draw.choice(("forward", "backward", "input", "pauses"))
+    percent, rank = draw.uniform(20, 50) if is_mild else draw.uniform(100, 300), draw.randrange(2)
+    least = 0.0 if is_mild else LEAST_SLOWDOWN
+
+    def slow(state: State, times: float = 1.0) -> None:
+        _sleep(state, percent * times, state.rank == rank, least * times)
+
+    def of_head(state: State, name: str, local: torch.Tensor) -> torch.Tensor:
+        if name == "head.weight" and state.step >= 0:
+            slow(state)
+        return local
+
+    phase = what if what in ("forward", "backward") else "data_wait"
+    own = Fault(name=f"slowdown {number}: {what} {percent:.0f} %", rank=rank, phase=phase, of_time=True, steps=160)
+    match what:
+        case "forward":
+            return replace(own, forward=slow)
+        case "backward":
+            return replace(own, gradient=of_head)
+        case "input":
+            return replace(own, batch=lambda state, batch: (slow(state), batch)[1])
+        case _:
+            return replace(own, each=lambda state: slow(state, 4.0) if state.step % 4 == 0 else None)
+
+
+def every_fault() -> dict[str, Fault]:
+    """Return the faults and all cases by name."""
+    return {one.name: one for one in (*corpus(), *message_cases(), *map(slowdown, range(MOST_SLOWDOWNS)))}
