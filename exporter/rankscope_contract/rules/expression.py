@@ -20,7 +20,7 @@ GRADIENT: Final = "gradient"
 
 @dataclass(frozen=True, slots=True)
 class Word:
-    """A word of the language: the names of its arguments, and what it stands for."""
+    """A word of the language: the names of its arguments, and its meaning."""
 
     arguments: tuple[str, ...]
     doc: str

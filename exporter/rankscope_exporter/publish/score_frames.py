@@ -26,7 +26,7 @@ class StepScores:
     """The score rules of one rank. Used on the publisher thread only."""
 
     def __init__(self, rules: Sequence[object], tell: Callable[[str], None]) -> None:
-        """Judge those of `rules` that are score rules; `tell` receives what is not judged."""
+        """Judge those of `rules` that are score rules; `tell` receives the reasons for which a rule is not judged."""
         self._evaluator = ScoreEvaluator([rule for rule in rules if isinstance(rule, ScoreRule)], tell)
         tags = (tag for rule in self._evaluator.rules for tag in rule.scalars)
         self._names = {tag.partition("/")[0] for tag in tags}

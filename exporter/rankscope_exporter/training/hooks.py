@@ -84,7 +84,7 @@ class Hooks(HookContext):
         self._note = recorder.note
         self._watchdog = watchdog
         self._new_optimizers = NewOptimizers(
-            monitored.optimizers, self._new_optimizer, monitored.places, ignored=lambda: _is_in_forward(self)
+            monitored.optimizers, self._new_optimizer, monitored.places, ignored=self._steps_in_forward
         )
         self._backward = self._listed = NO_PASS
         self.forward_thread = self.evaluation_thread = 0  # of the latest ones
@@ -137,6 +137,12 @@ class Hooks(HookContext):
     def reduced(self) -> None:
         if self.active:
             self.call("reading reduced gradients", self._recorder.measure, Quantity.on_backward_end)
+
+    def _steps_in_forward(self) -> bool:
+        """Return whether an optimizer that begins its step does so in a forward pass, as in test-time training."""
+        is_inside = _is_in_forward(self)
+        self._current.is_loaded |= is_inside
+        return is_inside
 
     def _state_loaded(self, *_: Any) -> None:
         self._current.is_loaded = True
@@ -300,6 +306,7 @@ class Hooks(HookContext):
         rate = optimizer.param_groups[0].get("lr") if optimizer.param_groups else None
         has_effect = isinstance(rate, int | float) and rate
         is_inside = (self.in_forward or self.in_evaluation) and _is_in_forward(self)
+        self._current.is_loaded |= is_inside
         if is_inside or (not has_effect and makes_state(optimizer)):
             self._without_effect.add(id(optimizer))
             return None

@@ -1,4 +1,4 @@
-"""Scores of rules as text: what they mean, and what an error says."""
+"""Scores of rules as text: their values, and the texts of errors."""
 
 import math
 

@@ -190,7 +190,7 @@ def injected(training, fault):
     if fault == "written":
         training.weights[2][:5] = 0.0
     if fault == "sign":
-        training.weights[2][0] *= -1.0  # the norm stays
+        training.weights[2][0] *= -1.0  # the norm is the same
     if fault == "moments":
         training.m[0][:] = 0.0
     if fault == "clipping":
@@ -325,16 +325,16 @@ def test_gap_between_steps_is_not_judged():
     assert scores_of(rule, [0.0, 2.0], follows=False) == [False, False]
 
 
-def test_condition_that_does_not_hold_is_told_once_and_not_judged():
-    told, training = [], Training()
-    evaluator = ScoreEvaluator([RULES["AdamBooks"]], told.append)
+def test_condition_that_does_not_hold_is_named_once_and_not_judged():
+    notices, training = [], Training()
+    evaluator = ScoreEvaluator([RULES["AdamBooks"]], notices.append)
     facts = {"adam": np.array([True, False, True]), "decoupled_decay": np.array([True, True, True])}
     for _ in range(4):
         training.m[1][:] = 5.0
         training.m[2][:] = 5.0
         verdict = evaluator.observe(frame_of(training.step(), facts=facts))
     assert [firing.tensor for firing in verdict.firings] in ([], [2])
-    assert told == [f"AdamBooks is not judged for 1 tensors: {CONDITIONS['adam']}"]
+    assert notices == [f"AdamBooks is not judged for 1 tensors: {CONDITIONS['adam']}"]
     assert {one.tensor for one in verdict.largest} == {2}
 
 
@@ -359,7 +359,7 @@ def test_state_follows_the_tensors_to_another_plan():
         assert named[0] == named[1]
 
 
-def test_at_most_64_firings_are_told():
+def test_a_step_has_at_most_64_firings():
     rule = ScoreRule(name="R", score="param_after.norm", above=0.0)
     layout = Layout(tuple(range(100)), {"param_after": np.arange(100)})
     verdict = ScoreEvaluator([rule]).observe(Frame(rows={"norm": np.arange(1.0, 101.0)}, layout=layout))

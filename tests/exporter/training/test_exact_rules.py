@@ -142,7 +142,7 @@ def test_moments_in_bfloat16_are_not_judged():
     assert f"{NOT_JUDGED}the moments of the optimizer are not float32" in seen.messages("note")
 
 
-def test_script_that_writes_weights_before_each_step_is_told_once():
+def test_script_that_writes_weights_before_each_step_has_one_event():
     def writes(net, optimizer, number):
         with torch.no_grad():
             for item in net.parameters():
