@@ -25,7 +25,7 @@ BLOCK: Final = "body.1."
 
 @dataclass(kw_only=True)
 class State:
-    """The parts of a training that a fault can change; `step` counts from the step of the fault, and is negative before it."""
+    """The parts of a training that a fault can change; `step` counts from the step of the fault on."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
