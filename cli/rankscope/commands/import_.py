@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rankscope.access.log_import import SHOWN_FAULTS, TIME_ZONE, Log, import_logs, named_importer, plan_logs
 from rankscope.access.stores import processes, store_spools
-from rankscope.shell.errors import USAGE, CommandError, command_errors
+from rankscope.rules.rule_files import read_rules
+from rankscope.shell.errors import CommandError, command_errors
 from rankscope.shell.options import WrittenStore
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ Kind = Annotated[
 ]
 Rules = Annotated[
     Path | None,
-    typer.Option(help='JSON file with anomaly rules, such as [{"rule_name": "AnomalyNan"}].', show_default=False),
+    typer.Option(help='TOML or JSON file with rules, such as [{"rule_name": "AnomalyNan"}].', show_default=False),
 ]
 NoDefaultRules = Annotated[
     bool, typer.Option("--no-default-rules", help="Apply no anomaly rules, or only those of --rules.")
@@ -182,19 +182,12 @@ def _forget(plan: Sequence[Log], store: Location, options: Options) -> list[Log]
 
 
 def _rules(path: Path | None, *, with_default: bool) -> Sequence[AnomalyRule]:
-    """Return the anomaly rules in a JSON file, or without a file the default rules; none without `with_default`."""
-    from rankscope_contract.rules import rule_from_config
+    """Return the anomaly rules in the file `path`, or without a file the default rules; none without `with_default`."""
     from rankscope_ingest.importers import IMPORT_RULES
 
     if path is None:
         return IMPORT_RULES if with_default else ()
-    try:
-        entries: Any = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(entries, list) and all(isinstance(entry, dict) for entry in entries):
-            return [rule_from_config(entry) for entry in entries]
-    except (OSError, ValueError, RecursionError) as error:
-        raise CommandError(f"{path}: {error}", code=USAGE) from error
-    raise CommandError(f'{path}: expected a list such as [{{"rule_name": "AnomalyNan"}}]', code=USAGE)
+    return read_rules(path, IMPORT_RULES)
 
 
 def _explain(path: Path, chosen: str) -> None:

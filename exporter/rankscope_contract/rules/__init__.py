@@ -34,6 +34,10 @@ class AnomalyRule:
     def __post_init__(self) -> None:
         if not self.name:
             object.__setattr__(self, "name", type(self).__name__)
+        if not isinstance(self.name, str):
+            raise ValueError(f"name of a rule must be a text, not {self.name!r}")  # noqa: TRY004 - as for all settings
+        if self.severity not in set(Severity):
+            raise ValueError(f"{self.name}: severity must be one of {', '.join(Severity)}, not {self.severity!r}")
         if self.kinds is not None:
             object.__setattr__(self, "kinds", tuple(self.kinds))
 
@@ -79,7 +83,7 @@ class AnomalyRule:
         """Store tuples in the given fields. Raise ValueError unless they contain lists of names."""
         for field in fields:
             given: object = getattr(self, field)
-            if isinstance(given, str) or not all(isinstance(one, str) for one in getattr(self, field)):
+            if not isinstance(given, list | tuple) or not all(isinstance(one, str) for one in given):
                 raise ValueError(f'{self.name}: {field} must be a list of names such as ["loss"], not {given!r}')
             object.__setattr__(self, field, tuple(getattr(self, field)))
 

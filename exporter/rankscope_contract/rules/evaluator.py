@@ -139,9 +139,15 @@ Step = Callable[["ScoreEvaluator"], Value]
 class ScoreEvaluator:
     """Evaluates `rules` for the frames of one rank, in their order."""
 
-    def __init__(self, rules: Iterable[ScoreRule], tell: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        rules: Iterable[ScoreRule],
+        tell: Callable[[str], None] | None = None,
+        most_firings: int | None = MOST_FIRINGS,
+    ) -> None:
         """With `tell`, each reason for which a rule is not judged is told once."""
         self.rules = tuple(rules)
+        self._most_firings = most_firings
         self._tell = tell
         self._told: set[tuple[str, str]] = set()
         self._compiled: dict[str, Step] = {}
@@ -164,7 +170,7 @@ class ScoreEvaluator:
         self.state, self._held, self.count = state["state"], state["held"], state["count"]
 
     def observe(self, frame: Frame) -> ScoreVerdict:
-        """Evaluate the rules for the next step. At most 64 firings are returned, the largest of each rule first."""
+        """Evaluate the rules for the next step. At most `most_firings` are returned, the largest of each rule first."""
         if frame.rows and frame.layout is not self._layout:
             self._follow(self._layout, frame.layout)
             self._layout = frame.layout
@@ -184,7 +190,7 @@ class ScoreEvaluator:
                     )
                 else:
                     self._judge(place, rule, float(scores), firings, largest)
-        return ScoreVerdict(firings[:MOST_FIRINGS], largest)
+        return ScoreVerdict(firings[: self._most_firings], largest)
 
     def _judge(self, place: int, rule: ScoreRule, score: float, firings: list[Any], largest: list[Any]) -> None:
         seen = self.measured if self._reads_tensors[place] else self.count
@@ -276,6 +282,11 @@ def _median(x: Values) -> float:
     return float(np.median(known)) if len(known) else math.nan
 
 
+def _sum(x: Value) -> float:
+    """Return the sum of the known values, which does not depend on their order: a store has another one than a rank."""
+    return float(np.add.reduce(np.sort(x[~np.isnan(x)]))) if np.size(x) else math.nan
+
+
 def _reduced(function: Any, values: Sequence[Value]) -> Value:
     found = values[0]
     for value in values[1:]:
@@ -295,7 +306,7 @@ _FUNCTIONS: Final[dict[str, Callable[..., Value]]] = {
     "abs": abs,
     "log": _log,
     "sqrt": _sqrt,
-    "sum": lambda x: float(np.nansum(x)) if np.size(x) else math.nan,
+    "sum": _sum,
     "over_tensors": _median,
     "max": lambda *values: _reduced(np.fmax, values),
     "min": lambda *values: _reduced(np.fmin, values),

@@ -15,6 +15,17 @@ from rankscope_contract.rules.expression import GRADIENT, Node, parse
 RULE_SCORE: Final = "rule_score"
 """Name of the scalar with the largest score of a rule at a step; its labels are the rule and the tensor."""
 
+STATE_LOADED: Final = "state_loaded"
+"""Name of the scalar of a step before which a state was loaded. It is not compared with the step before."""
+
+SCALAR_OF_SETTING: Final[dict[str, str]] = {
+    "beta1": "adam_beta1",
+    "beta2": "adam_beta2",
+    "weight_decay": "weight_decay",
+    "eps": "adam_eps",
+}
+"""The scalar under which a setting is stored when it changes. Its label `group` is that of `learning_rate`."""
+
 CONDITIONS: Final[dict[str, str]] = {
     "adam": "the optimizer is not Adam, AdamW, NAdam or RAdam of torch",
     "decoupled_decay": "weight decay is part of the gradient",
@@ -47,6 +58,12 @@ class ScoreRule(AnomalyRule):
         self.check_names("holds_for")
         if unknown := [name for name in self.holds_for if name not in CONDITIONS]:
             raise ValueError(f"{self.name}: holds_for must be some of {', '.join(CONDITIONS)}, not {unknown[0]}")
+        for name in ("after_steps", "latch"):
+            value: object = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ValueError(f"{self.name}: {name} must be an integer of at least 0, not {value!r}")
+        if not isinstance(self.score, str):
+            raise ValueError(f"{self.name}: score must be a text, not {self.score!r}")  # noqa: TRY004 - as for all
         try:
             self.tree  # noqa: B018 - an error in the text is found here
         except ValueError as error:

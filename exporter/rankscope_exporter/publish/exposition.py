@@ -43,7 +43,7 @@ from rankscope_contract.model.identity import Identity
 from rankscope_contract.model.kinds import COUNT_OPS, JUDGED_OPS, VALUE_OPS
 from rankscope_contract.model.schema import Plan, PlanEntry
 from rankscope_contract.rules import AnomalyRule
-from rankscope_contract.rules.score import RULE_SCORE
+from rankscope_contract.rules.score import RULE_SCORE, STATE_LOADED
 from rankscope_contract.wire.escaping import label_value
 from rankscope_exporter.process.threads import no_fork
 from rankscope_exporter.records.plan import NamedPlan
@@ -207,7 +207,7 @@ class LatestValues:
             for scalar in record.scalars:
                 if scalar.name == RULE_SCORE:
                     self._store_score(scalar.labels.get("rule", ""), scalar.value)
-                else:
+                elif scalar.name != STATE_LOADED:
                     self._store_scalar(scalar)
             now.firing.update((pair, False) for pair in now.firing if pair[1] in judged)
             for pair in record.firing:

@@ -13,7 +13,7 @@ from rankscope_contract.model.events import Event, EventType
 from rankscope_contract.model.kinds import COUNT_OPS, GRADIENT_KINDS, VALUE_OPS, Kind
 from rankscope_contract.model.schema import PlanEntry
 from rankscope_contract.rules.evaluator import Frame, Layout, ScoreEvaluator
-from rankscope_contract.rules.score import RULE_SCORE, ScoreRule, kinds_named, kinds_of
+from rankscope_contract.rules.score import RULE_SCORE, STATE_LOADED, ScoreRule, kinds_named, kinds_of
 from rankscope_exporter.records.optimizer_settings import GroupSettings, OptimizerSettings
 from rankscope_exporter.records.plan import Finished, PlanVersion
 from rankscope_exporter.records.record import Scalar, StepRecord
@@ -53,7 +53,7 @@ class StepScores:
             for one in verdict.largest
             if finished is not None or one.tensor is None
         ]
-        return events, scores
+        return events, [*scores, Scalar(STATE_LOADED, 1.0)] if record.is_loaded else scores
 
     def _frame(self, record: StepRecord, finished: Finished | None, scalars: Sequence[Scalar]) -> Frame:
         numbers = {}

@@ -9,16 +9,10 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from rankscope_contract.rules.score import SCALAR_OF_SETTING
+
 _ADAM: Final = frozenset({"torch.optim.adam", "torch.optim.adamw", "torch.optim.nadam", "torch.optim.radam"})
 _ALWAYS_DECOUPLED: Final = "torch.optim.adamw"  # of older torch; that of torch 2.13 has the step of Adam, and a flag
-
-SCALAR_OF_SETTING: Final[dict[str, str]] = {
-    "beta1": "adam_beta1",
-    "beta2": "adam_beta2",
-    "weight_decay": "weight_decay",
-    "eps": "adam_eps",
-}
-"""The scalar under which a setting is stored when it changes. Its label `group` is that of `learning_rate`."""
 
 
 class GroupSettings(NamedTuple):

@@ -17,11 +17,9 @@ from rankscope_contract.model.events import EventType, causal_key
 from rankscope_storage.base.datasets import DATASETS, IMPORT_PREFIX
 from rankscope_storage.base.escaping import sql_string
 from rankscope_storage.connection import Connection
+from rankscope_storage.sql.first_causes import INCIDENT_GAP_STEPS
 from rankscope_storage.sql.scalar_history import IS_IMPORTED, is_main_source
 from rankscope_storage.sql.views import files_select
-
-INCIDENT_GAP_STEPS: Final = 20
-"""Two consecutive anomalies of one attempt belong to one incident if at most this many steps are between them."""
 
 # An import and an incident have no time of the run. Logs that were imported into a live run do not change its facts.
 _RUNS: Final = f"""\

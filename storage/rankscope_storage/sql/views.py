@@ -19,6 +19,7 @@ from rankscope_storage.base.schema import UNWRITTEN, dataset_schema, fingerprint
 from rankscope_storage.files.sorting import file_fingerprint
 from rankscope_storage.sql import goodput
 from rankscope_storage.sql.collective_calls import COLLECTIVE_CALLS
+from rankscope_storage.sql.first_causes import FIRST_CAUSES
 from rankscope_storage.sql.functions import SCALAR_MACROS, SPARK_FUNCTIONS
 from rankscope_storage.sql.macros import Macro, expanded, for_spark
 from rankscope_storage.sql.rollups import TIMELINES, rollup_view
@@ -304,7 +305,15 @@ def _views(prefix: str) -> list[str]:
             statement = rollup_view(_ROLLED_UP[dataset], raw)
         statements.append(statement)
     statements += [f"CREATE OR REPLACE VIEW {name} AS SELECT * FROM {dataset}" for name, dataset in SAME_ROWS.items()]
-    statements += [TENSOR_GLOBAL, *TIMELINES, DESYNC, COLLECTIVE_CALLS, *goodput.STATEMENTS, *HISTORY_VIEWS]
+    statements += [
+        TENSOR_GLOBAL,
+        *TIMELINES,
+        DESYNC,
+        COLLECTIVE_CALLS,
+        *goodput.STATEMENTS,
+        *HISTORY_VIEWS,
+        FIRST_CAUSES,
+    ]
     return [*statements, TENSOR_LATEST, NONFINITE]
 
 

@@ -41,7 +41,7 @@ MACROS = (
     "downsample(loss_curve, step, step, 5)",
 )
 VIEWS = tuple(name for name, one in DEFINITIONS.items() if "MACRO" not in one.statement[:30])
-EMPTY = {"clock_jumps", "desync", "step_phases", "collective_calls", *MACROS[1:3]}
+EMPTY = {"clock_jumps", "desync", "first_causes", "step_phases", "collective_calls", *MACROS[1:3]}
 """Views and macros that are empty for the rows of these tests."""
 OPERATIONS: dict[str, Callable[[DeltaTable], Any]] = {
     "optimize": lambda table: table.optimize.compact(),

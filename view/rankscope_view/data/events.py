@@ -13,9 +13,9 @@ import numpy as np
 
 from rankscope_contract.model.events import EventType, ExitReason, subject_name
 from rankscope_contract.model.phases import Phase
-from rankscope_storage.api.summaries import INCIDENT_GAP_STEPS
 from rankscope_storage.base.rule_names import RUN_FINISHED
 from rankscope_storage.connection import Connection
+from rankscope_storage.sql.first_causes import INCIDENT_GAP_STEPS
 from rankscope_view.data.curves import Axis, on_axis
 from rankscope_view.data.incidents import CAUSAL_PLACE
 from rankscope_view.data.series import Floats, History, Integers

@@ -13,9 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from rankscope_contract.model.events import CLOSED, EVALUATION_NAME, Severity, subject_name
-from rankscope_contract.model.kinds import CAUSAL_STAGE, EVALUATION_STAGE, LOSS_STAGE, SCALAR_STAGE
-from rankscope_storage.api.summaries import INCIDENT_GAP_STEPS, AnomalyRow, anomalies
+from rankscope_contract.model.events import CLOSED, Severity, subject_name
+from rankscope_storage.api.summaries import AnomalyRow, anomalies
 from rankscope_storage.base.rule_names import (
     ENDS_WITH_RUN,
     RULES_OF_RUNS,
@@ -24,6 +23,7 @@ from rankscope_storage.base.rule_names import (
     SLOW_RANK,
 )
 from rankscope_storage.connection import Connection
+from rankscope_storage.sql.first_causes import INCIDENT_GAP_STEPS, IS_LOSS, STAGE
 from rankscope_view.data.deviation import deviation_text
 from rankscope_view.data.documents import json_object
 
@@ -36,15 +36,9 @@ A muted incident is open, and no message was sent. The cause of a resolved one w
 STATE_TEXTS: Final = {"muted": "opened, no message was sent"}
 """Texts of the states of incidents; the text of another state is its name."""
 _WORDS: Final = {"nans": "became NaN", "infs": "became infinite"}
-_LOSS: Final = "kind IS NULL AND op = 'loss'"
-_STAGE: Final = f"""\
-CASE WHEN {_LOSS} THEN {LOSS_STAGE}
-  WHEN kind IS NULL AND regexp_matches(op, '{EVALUATION_NAME}') THEN {EVALUATION_STAGE} ELSE
-CASE kind {" ".join(f"WHEN '{kind}' THEN {at}" for kind, at in CAUSAL_STAGE.items())}
-  ELSE {SCALAR_STAGE} + CASE WHEN kind IS NOT NULL OR op IS NULL THEN 0 ELSE 0.1 END END END"""
 CAUSAL_PLACE: Final = f"""\
-{{step: coalesce(step, -1), micro: coalesce(micro_step, CASE WHEN {_LOSS} THEN 0 ELSE 1000000000 END),
-  stage: {_STAGE},
+{{step: coalesce(step, -1), micro: coalesce(micro_step, CASE WHEN {IS_LOSS} THEN 0 ELSE 1000000000 END),
+  stage: {STAGE},
   call: coalesce(call_id, 1000000000), rank: rank, kind: kind, tensor: tensor, op: op, rule: rule}}"""
 """SQL of a sort key of anomalies of an attempt, which puts the first cause first."""
 

@@ -11,9 +11,10 @@ from typing import Any, Final
 import numpy as np
 
 from rankscope_contract.model.kinds import COUNT_OPS, JUDGED_OPS, OPS
-from rankscope_storage.api.summaries import INCIDENT_GAP_STEPS, AnomalyRow, causal_order
+from rankscope_storage.api.summaries import AnomalyRow, causal_order
 from rankscope_storage.base.escaping import sql_identifier
 from rankscope_storage.connection import Connection
+from rankscope_storage.sql.first_causes import INCIDENT_GAP_STEPS
 from rankscope_view.data.curves import Curve, CurveRequest, Firing, Line, Role, curve, on_axis
 from rankscope_view.data.incidents import CAUSAL_PLACE
 from rankscope_view.data.series import Floats, History, arrival_history

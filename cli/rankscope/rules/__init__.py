@@ -1,0 +1,1 @@
+"""Rules from files, their replay on stored runs, and the causes that they found in a run."""

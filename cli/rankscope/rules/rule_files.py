@@ -1,0 +1,82 @@
+"""Read the anomaly rules of a configuration file, TOML or JSON, and find its errors."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from rankscope.shell.errors import USAGE, CommandError, suggestion
+from rankscope_contract.rules import AnomalyRule, rule_from_config
+
+RULES: Final = "rules"
+DEFAULT: Final = "default"
+_EXAMPLE: Final = '[{"rule_name": "AnomalyNan"}]'
+
+
+@dataclass(frozen=True, slots=True)
+class RuleFile:
+    """The rules in a file, and a sentence with the position for each error."""
+
+    rules: list[AnomalyRule] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+
+    def repeated(self) -> list[str]:
+        """Return the names that several rules have. They would share one alert and one stored score."""
+        count = Counter(rule.name for rule in self.rules)
+        return [name for name, number in count.items() if number > 1]
+
+
+def check_rules(path: Path, default: Sequence[AnomalyRule]) -> RuleFile:
+    """Return the rules and the errors in the file `path`.
+
+    The file has a list of rules, or a table with the setting `rules`, as the configuration of the monitor. The entry
+    "default" stands for the rules `default` with other names than those of the file.
+    """
+    found = RuleFile()
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+        document: Any = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+        entries = document.get(RULES) if isinstance(document, dict) else document
+    except (OSError, ValueError, RecursionError) as error:
+        found.errors.append(f"{path}: {getattr(error, 'strerror', None) or error}")
+        return found
+    if not isinstance(entries, list):
+        found.errors.append(f"{path}: expected a list such as {_EXAMPLE}, or a table with the setting {RULES}")
+        return found
+    own: list[Sequence[AnomalyRule] | None] = []  # None stands for the default rules
+    for number, entry in enumerate(entries):
+        errors = list(_errors_of(entry))
+        try:
+            own.append(None if entry == DEFAULT else [] if errors else [rule_from_config(entry)])
+        except (ValueError, TypeError) as error:  # TypeError: an argument of a wrong type
+            errors = [str(error)]
+        found.errors.extend(f"{path}: {RULES}[{number}]: {error}" for error in errors)
+    names = {rule.name for rules in own if rules is not None for rule in rules}
+    others = [rule for rule in default if rule.name not in names]
+    found.rules.extend(rule for rules in own for rule in (others if rules is None else rules))
+    return found
+
+
+def read_rules(path: Path, default: Sequence[AnomalyRule]) -> list[AnomalyRule]:
+    """Return the rules in the file `path`, see `check_rules`. Raise CommandError for its first error."""
+    found = check_rules(path, default)
+    if found.errors:
+        raise CommandError(found.errors[0], code=USAGE)
+    return found.rules
+
+
+def _errors_of(entry: Any) -> Iterator[str]:
+    if entry == DEFAULT:
+        return
+    if not isinstance(entry, dict):
+        yield f'expected a table such as {_EXAMPLE[1:-1]}, or "{DEFAULT}", not {json.dumps(entry, default=str)}'
+        return
+    if not isinstance(entry.get("args", {}), dict):
+        yield "args must be a table of arguments"
+    for name in entry.keys() - {"rule_name", "args"}:
+        yield f"{name!r} is no key of a rule.{suggestion(name, ('rule_name', 'args'))}"
