@@ -158,5 +158,5 @@ def test_private_name_is_found(source):
 def test_unknown_name_lists_the_known_ones():
     import rankscope
 
-    with pytest.raises(AttributeError, match="Monitor, MonitorConfig, TrainerMon, connect"):
+    with pytest.raises(AttributeError, match="Monitor, MonitorConfig, ScoreRule, TrainerMon, connect"):
         _ = rankscope.Montior
