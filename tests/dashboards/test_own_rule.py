@@ -14,7 +14,7 @@ from tests.programs import run_program
 from rankscope_contract.rules import rule_from_config
 from rankscope_dashboards.generate import PROVISIONING
 from rankscope_storage.connection import connect
-from rankscope_view.data.metrics import read_metrics
+from rankscope_view.data.metrics import read_metrics, scalar_lines
 
 ROOT = Path(__file__).parents[2]
 RULE = {"rule_name": "ScoreRule", "args": {"name": "TooHigh", "score": 'scalar("loss") / 2', "above": 4.0}}
@@ -25,7 +25,7 @@ PAGE = """
     import time, urllib.request
     for _ in range(600):  # until the page has the last step
         page = urllib.request.urlopen(monitor.address + "/metrics", timeout=9).read().decode()
-        if 'rule="TooHigh"} 6.0' in page:
+        if 'rule="TooHigh",run="alone"} 6.0' in page:
             break
         time.sleep(0.05)
     open("page", "w").write(page)
@@ -79,6 +79,7 @@ def test_rule_of_a_configuration_needs_no_other_file(tmp_path, judge):
     assert ("TooHigh", 6.0, 4.0, 1, 12, 0, None) == tuple(row.values())
     with connect(store) as connection:
         assert "rule_score" not in read_metrics(connection, "alone").found
+        assert [] == scalar_lines(connection, "alone", "rule_score")
     specification = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs" / "generate.py")
     specification.loader.exec_module(generate := importlib.util.module_from_spec(specification))
     assert "| `TooHigh` | The loss is too high. | 4 | warning | step |  |" in generate.score_rule_table(

@@ -27,7 +27,7 @@ AFTER_ALL_TROUBLE = 60
 WHAT_A_STEP_WAITS_FOR = {
     21: {("AnomalyNan", "1"), ("AnomalyNanEvents", "1")},
     31: {("AnomalyTurbulence", "0"), ("AnomalyTurbulence", "1")},
-    40: {("RunStalled", None)},
+    40: {("RunStalled", None), ("ScoreAboveLimit", "1")},
 }
 VARIABLES = {"$__rate_interval": "10s", "$__interval": "10s", "$__range": "10m", "$smooth": "1m", "$run": RUN}
 VARIABLES |= dict.fromkeys(("$rank", "$host", "$tensor", "$lines", "$rows"), ".+") | {"$kind": "grad_reduced"}

@@ -1,8 +1,9 @@
 """A DDP training with one fault of each kind: RANK=… WORLD_SIZE=2 python troubled_training.py FOLDER.
 
 The ranks start when FOLDER contains the file `go`. Step 20: NaN in a gradient of rank 1. Step 30: gradients on both
-ranks are a thousand times too large. Step 32: only rank 1 changes its bias. Steps 21, 31 and 40 last until FOLDER
-contains the file `seen-<step>`, because a step is published during the next one. Then it trains until it is killed.
+ranks are a thousand times too large. Step 32: only rank 1 changes its bias, without the optimizer. Steps 21, 31 and 40
+last until FOLDER contains the file `seen-<step>`, because a step is published during the next one. Then it trains
+until it is killed.
 """
 
 import math
@@ -32,6 +33,7 @@ CONFIG = {
     "rules": [
         {"rule_name": "AnomalyNan"},
         {"rule_name": "AnomalyTurbulence", "args": {"threshold": 10.0, "ops": ["norm"], "kinds": GRADIENTS}},
+        {"rule_name": "ParamMovedBetween"},
     ],
     "hardware": {"every_seconds": 0.5},
     "throughput": {"peak_tflops": 1, "flops_per_token": 6 * 16 * 4},

@@ -180,7 +180,8 @@ def metric_curve(metric: Metric, histories: Sequence[History], request: CurveReq
 def scalar_lines(connection: Connection, run: str, name: str, rank: int | None = None) -> list[tuple[str, History]]:
     """Return the lines of a scalar of `run`, of all ranks or one, as pairs of words and rows; empty without any.
 
-    `name` is stored, a name under which the script logged the scalar, or the perplexity.
+    `name` is stored, a name under which the script logged the scalar, or the perplexity. The scores of rules are in SQL
+    and PromQL only: each has another scale, and a line for each tensor has few rows.
     """
     stored = name
     if name not in CHARTS:
@@ -190,7 +191,7 @@ def scalar_lines(connection: Connection, run: str, name: str, rank: int | None =
             return [(metric.words(labels), one) for labels, one in zip(metric.labels, histories, strict=False)]
         stored = next((stored for stored, source in metrics.sources.items() if source == name), name)
     history = read_chart(connection, run, stored, rank)
-    return [("", history)] if len(history) else []
+    return [("", history)] if len(history) and name != RULE_SCORE else []
 
 
 def own_histories(connection: Connection, run: str, most: int) -> dict[str, History]:
