@@ -35,9 +35,10 @@ def stale_files(folder: Path = PROVISIONING) -> list[str]:
     These files are changed, missing, or no longer generated.
     """
     wanted = generated_files()
-    changed = [name for name, text in wanted.items() if _read(folder / name) != text]
-    present = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    return sorted({*changed, *(present - wanted.keys() - {LINT_EXCEPTIONS, *HAND_WRITTEN})})
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    present = {path.relative_to(folder).as_posix(): path.read_text(encoding="utf-8") for path in files}
+    changed = [name for name, text in wanted.items() if present.get(name) != text]
+    return sorted({*changed, *(present.keys() - wanted.keys() - {LINT_EXCEPTIONS, *HAND_WRITTEN})})
 
 
 def main() -> int:
@@ -68,13 +69,6 @@ def _json(board: object) -> str:
     for panel in all_panels(document):
         panel.get("options", {}).pop("footer", None)  # of a table, which has none
     return json.dumps(document, sort_keys=True, indent=2) + "\n"
-
-
-def _read(path: Path) -> str | None:
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return None
 
 
 if __name__ == "__main__":

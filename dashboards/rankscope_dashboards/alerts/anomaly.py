@@ -55,6 +55,7 @@ _SERIES_TEXT: Final = (
 _RANK_LABELS: Final = ("run", "rank")
 _KIND_LABELS: Final = (*_RANK_LABELS, "kind")
 _SERIES_LABELS: Final = (*_KIND_LABELS, "tensor", "op")
+_OR: Final = "\n  or\n"
 _BY_KIND: Final = "(run, rank, kind)"
 
 
@@ -141,12 +142,12 @@ def of_tensors(rules: Iterable[AnomalyRule]) -> list[AnomalyRule]:
 def rule_expression(rule: AnomalyRule) -> str:
     """Return PromQL that selects the series of tensor statistics and logged scalars on which `rule` fires."""
     promql = rule_promql(rule)
-    return _any((*promql.tensors, *promql.scalars))
+    return _OR.join((*promql.tensors, *promql.scalars))
 
 
 def tensor_expression(rule: AnomalyRule) -> str:
     """Return PromQL that selects the tensor statistics on which `rule` fires, without logged scalars."""
-    return _any(rule_promql(rule).tensors)
+    return _OR.join(rule_promql(rule).tensors)
 
 
 @singledispatch
@@ -207,15 +208,11 @@ def _beside(many: MetricSpec, one: MetricSpec) -> str:
     return f"ignoring ({', '.join(ignored)}) group_left ()"
 
 
-def _any(parts: Iterable[str]) -> str:
-    return "\n  or\n".join(parts)
-
-
 def _comparison_alert(rule: AnomalyRule, window: str, keep_firing_for: str) -> Alert:
     series = f"group by ({', '.join(_SERIES_LABELS)}) (\n{rule_expression(rule)}\n)"
     return Alert(
         name=rule.name,
-        expression=with_all_labels(_any((series, _fired(rule, window))), ("kind", "tensor", "op")),
+        expression=with_all_labels(_OR.join((series, _fired(rule, window))), ("kind", "tensor", "op")),
         summary=f"{rule.name} in {_SERIES_TEXT}, {_RANK_TEXT}",
         description=_description(
             rule, f"The rule holds for this series at the step of the last scrape, or fired on it within {window}."
@@ -261,7 +258,7 @@ def _counting_alert(rule: AnomalyRule, window: str) -> Alert:
     ]
     return Alert(
         name=f"{rule.name}Events",
-        expression=with_all_labels(_any(counts), ("kind",)),
+        expression=with_all_labels(_OR.join(counts), ("kind",)),
         summary=f"{rule.name} fired in {_KIND_TEXT}, {_RANK_TEXT}",
         description=_description(
             rule, f"The rank counts firings at every step; the rule fired at least once within {window}."

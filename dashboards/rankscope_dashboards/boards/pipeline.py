@@ -260,10 +260,9 @@ def _ring() -> PanelBuilder:
         "Records in the memory of the rank with the most, and those of them that no store has committed. The second "
         "line falls to 0 at each commit. If it reaches the first one, the rank overwrites records that were not read.",
     )
-    uncommitted, records = (
-        f"max by (run) ({metric.name}{RANKS})" for metric in (catalogue.RING_UNCOMMITTED, catalogue.RING_RECORDS)
-    )
-    return time_series_panel(text, Query(records, "in the ring"), Query(uncommitted, "not committed"))
+    metrics = {"in the ring": catalogue.RING_RECORDS, "not committed": catalogue.RING_UNCOMMITTED}
+    queries = [Query(f"max by (run) ({of.name}{RANKS})", name) for name, of in metrics.items()]
+    return time_series_panel(text, *queries)
 
 
 def _exporter_scrapes() -> PanelBuilder:
