@@ -254,6 +254,47 @@ def test_nonfinite_has_each_row_with_nan_or_infinity_once(writer, connection):
 # The view `desync`: ranks with different hashes of equal tensors.
 
 
+def fired(rule, step, **columns) -> dict:
+    event = {"run": "r", "attempt": 0, "rank": 0, "incarnation": "i", "type": "anomaly", "severity": "warning"}
+    return event | {"rule": rule, "step": step, "op": "score", "value": 1.0, "threshold": 0.5} | columns
+
+
+CAUSES = {
+    "gap": ([fired("A", step) for step in (5, 25, 46)], [("A", 5, 25, 0, None, 2), ("A", 46, 46, 0, None, 1)]),
+    "exact first": (
+        [fired("GradSpike", 5, kind="grad_unreduced", tensor="b"), fired("AdamBooks", 5, kind="exp_avg", tensor="a")],
+        [("AdamBooks", 5, 5, 0, "a", 1), ("GradSpike", 5, 5, 0, "b", 1)],
+    ),
+    "first stage of several ranks": (
+        [fired("AnomalyNan", 5, kind="grad_reduced", tensor="a", rank=rank) for rank in range(3)]
+        + [fired("AnomalyNan", 5, kind="grad_unreduced", tensor="b", rank=1)],
+        [("AnomalyNan", 5, 5, 1, "b", 4)],
+    ),
+    "unknown rank": (
+        [fired("AnomalyNan", 5, kind="grad_reduced", tensor="a", rank=rank) for rank in range(3)],
+        [("AnomalyNan", 5, 5, None, "a", 3)],
+    ),
+    "largest ratio": (
+        [fired("ParamMovedBetween", 5, kind="param_before", tensor=tensor, value=value)
+         for tensor, value in (("a", 1.0), ("b", 3.0), ("c", 2.0))],
+        [("ParamMovedBetween", 5, 5, 0, "b", 3)],
+    ),
+    "attempts and other events": (
+        [fired("A", 9), fired("A", 3, attempt=1), fired("A", 1, type="note"), fired("B", None)],
+        [("A", 9, 9, 0, None, 1), ("B", None, None, 0, None, 1), ("A", 3, 3, 0, None, 1)],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CAUSES)
+def test_first_causes_are_rules_in_causal_order(writer, connection, case):
+    events, expected = CAUSES[case]
+    put(writer, "events", [event | {"seq": seq} for seq, event in enumerate(events)], {"i": len(events)})
+    found = ask(connection, "SELECT rule, step, last_step, rank, tensor, firings FROM first_causes ORDER BY cause")
+
+    assert expected == found
+
+
 @pytest.fixture
 def put_hashes(writer):
     """Append hashes given as (rank, step, tensor, hash); other columns by name."""
