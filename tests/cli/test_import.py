@@ -5,6 +5,7 @@ import io
 import json
 import os
 import pty
+import re
 import shutil
 import subprocess
 import sys
@@ -115,6 +116,21 @@ def test_failure_of_a_log_is_an_incident_with_its_cause_in_every_command(on_stor
     assert f"  end: Failed at step 40: out of memory: {cause}." in summary.stdout
     assert "  incidents: 1 open, 0 resolved or closed, see rankscope incidents oom" in summary.stdout
     assert '"state": "resolved"' in after.stdout
+
+
+def test_silence_is_listed_with_the_incidents_of_its_runs_until_its_end(on_store, put):
+    for name in ("oom", "other"):
+        on_store("import", put(f"{name}.log", "".join(f"step {step} loss 1.0\n" for step in range(1, 9))))
+    made = on_store("incidents", "silence", "o?m", "--rule", "Gpu*", "--hours", "8", "--note", "fans")
+    listed = [on_store("incidents", name).stdout for name in ("oom", "other")]
+    ended = on_store("incidents", "silence", "o?m", "--rule", "Gpu*", "--hours", "0")
+    wrong = on_store("incidents", "silence", "oom", "other")
+
+    assert re.fullmatch(r"silenced: Gpu\* in o\?m until [-\d]{10} \d\d:\d\d UTC, by \S+ “fans”\n", made.stdout)
+    assert [made.stdout + "no incident in oom\n", "no incident in other\n"] == listed
+    assert "no longer silenced: Gpu* in o?m\n" == ended.stdout
+    assert "no incident in oom\n" == on_store("incidents", "oom").stdout
+    assert (2, True) == (wrong.returncode, "rankscope incidents silence RUN" in wrong.stderr)
 
 
 def test_default_rules_can_be_turned_off_and_replaced_by_a_file(on_store, log, put):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from rankscope.output.rows import Format, Output, OutputFormat, printable, write
 from rankscope.shell.errors import USAGE, CommandError
 from rankscope.shell.options import STANDARD_OUTPUT, Store
 from rankscope_contract.wire.spool import spool_folders
+from rankscope_storage.base.errors import NotAStoreError
 from rankscope_storage.base.fsync import sync_to_disk
 from rankscope_storage.runs.silences import Silence, active_silences, silence
 from rankscope_storage.runs.tags import close_incidents
@@ -94,19 +96,19 @@ def _described(one: Silence) -> str:
     return printable(f"{one.rule} in {one.run} until {utc(one.until):%Y-%m-%d %H:%M} UTC, by {one.user}{note}")
 
 
-def _found(selection: RunSelection) -> tuple[str, Sequence[Incident], list[Silence]]:
+def _found(selection: RunSelection) -> tuple[str, Sequence[Incident]]:
     with open_run(selection) as chosen:
-        silences = [one for one in active_silences(chosen.connection) if one.covers_run(chosen.run)]
-        return chosen.run, read(chosen.connection, [chosen.run]).get(chosen.run, []), silences
+        return chosen.run, read(chosen.connection, [chosen.run]).get(chosen.run, [])
 
 
 def _list(store: Location, source: str | None, form: Format, output: Path) -> None:
     selection = RunSelection(source=source, store=store)
-    name, found, silences = _found(selection)
+    name, found = _found(selection)
     is_table = form == "table"
-    if is_table and output == STANDARD_OUTPUT:
-        for one in silences:
-            print(f"silenced: {_described(one)}")
+    if is_table and output == STANDARD_OUTPUT and selection.path() is None:
+        with contextlib.suppress(NotAStoreError):  # records of ranks have no silences
+            for one in filter(lambda one: one.covers_run(name), active_silences(store)):
+                print(f"silenced: {_described(one)}")
     if not found and is_table and output == STANDARD_OUTPUT:
         print(f"no incident in {name}")
         return
@@ -133,7 +135,7 @@ def _table(found: Sequence[Incident], columns: Sequence[str]) -> pa.Table:
 def _close(store: Location, run: str, number: int | None, note: str) -> None:
     if isinstance(store, Path) and spool_folders(store):
         raise CommandError(f"{store} has records of ranks: store them with `rankscope import {store}`, then close")
-    name, found, _ = _found(RunSelection(run=run, store=store))
+    name, found = _found(RunSelection(run=run, store=store))
     chosen = [one for one in found if (one.is_open if number is None else one.number == number)]
     if not chosen and number is not None:
         raise CommandError(f"{name} has no incident {number}: its incidents are 1 to {len(found)}", code=USAGE)

@@ -12,14 +12,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from rankscope_contract.metrics import hardware
-from rankscope_contract.model.events import (
-    GPU_ECC,
-    GPU_THROTTLED,
-    GPU_XID,
-    INGEST_LOSING,
-    RunState,
-    Severity,
-)
+from rankscope_contract.model.events import GPU_ECC, GPU_THROTTLED, GPU_XID, INGEST_LOSING, RunState, Severity
 from rankscope_contract.rules import AnomalyRule
 from rankscope_contract.rules.anomaly import DEFAULT_RULES
 from rankscope_dashboards.alerts.alert import (
@@ -141,41 +134,35 @@ _GPU_TEXT: Final = "GPU {{ $labels.gpu }} of run {{ $labels.run }} rank {{ $labe
 
 def hardware_alerts() -> tuple[Alert, ...]:
     """Return the GPU alerts, most urgent first."""
-    return (_xid(), _uncorrected(), _throttled())
-
-
-def _xid() -> Alert:
-    return Alert(
-        name=GPU_XID,
-        expression=_new(hardware.GPU_XID_ERRORS.name),
-        summary=f"critical driver error (XID) on {_GPU_TEXT}",
-        description="The event of type `xid` in the store contains the XID number and its meaning.",
-        severity=Severity.CRITICAL,
-        panel=GPU_ERRORS,
-    )
-
-
-def _uncorrected() -> Alert:
-    return Alert(
-        name=GPU_ECC,
-        expression=_new(f'{hardware.GPU_ECC_ERRORS.name}{{type="uncorrected"}}'),
-        summary=f"uncorrectable memory error on {_GPU_TEXT}",
-        description="A value that training uses may be wrong, or the driver killed the process that used the memory.",
-        severity=Severity.CRITICAL,
-        panel=GPU_ERRORS,
-    )
-
-
-def _throttled() -> Alert:
-    series = f'{hardware.GPU_THROTTLED.name}{{reason=~"{"|".join(hardware.BAD_THROTTLE_REASONS)}"}}'
-    return Alert(
-        name=GPU_THROTTLED,
-        expression=f"max by (run, rank, gpu) ({series}) == 1",
-        summary=f"{_GPU_TEXT} is throttled by heat or power supply",
-        description=f"The GPU has reduced its clock rates for {THROTTLED_FOR}. One slow rank delays all other ranks.",
-        severity=Severity.WARNING,
-        hold_for=THROTTLED_FOR,
-        panel=THROTTLED_GPUS,
+    throttled = f'{hardware.GPU_THROTTLED.name}{{reason=~"{"|".join(hardware.BAD_THROTTLE_REASONS)}"}}'
+    return (
+        Alert(
+            name=GPU_XID,
+            expression=_new(hardware.GPU_XID_ERRORS.name),
+            summary=f"critical driver error (XID) on {_GPU_TEXT}",
+            description="The event of type `xid` in the store contains the XID number and its meaning.",
+            severity=Severity.CRITICAL,
+            panel=GPU_ERRORS,
+        ),
+        Alert(
+            name=GPU_ECC,
+            expression=_new(f'{hardware.GPU_ECC_ERRORS.name}{{type="uncorrected"}}'),
+            summary=f"uncorrectable memory error on {_GPU_TEXT}",
+            description="A value that training uses may be wrong, or the driver killed the process that used the "
+            "memory.",
+            severity=Severity.CRITICAL,
+            panel=GPU_ERRORS,
+        ),
+        Alert(
+            name=GPU_THROTTLED,
+            expression=f"max by (run, rank, gpu) ({throttled}) == 1",
+            summary=f"{_GPU_TEXT} is throttled by heat or power supply",
+            description=f"The GPU has reduced its clock rates for {THROTTLED_FOR}. One slow rank delays all other "
+            "ranks.",
+            severity=Severity.WARNING,
+            hold_for=THROTTLED_FOR,
+            panel=THROTTLED_GPUS,
+        ),
     )
 
 

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import datetime as dt
 import logging
-import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
@@ -21,11 +20,9 @@ from rankscope_contract.metrics.catalogue import MetricSpec
 from rankscope_contract.model.events import Severity
 from rankscope_ingest.base.errors import IngestError
 from rankscope_ingest.runs import text
-from rankscope_ingest.runs.incident import MUTED, NOTIFIED, OPENED, RESOLVED, UNDELIVERED, Incident
-from rankscope_storage.base.errors import StoreError
-from rankscope_storage.base.location import Location
+from rankscope_ingest.runs.incident import MUTED, NOTIFIED, OPENED, UNDELIVERED, Incident
 from rankscope_storage.base.service_catalogue import NOTIFICATION_ATTEMPTS, NOTIFICATIONS
-from rankscope_storage.runs.silences import Silence, active_silences
+from rankscope_storage.runs.silences import Silences
 
 log = logging.getLogger(__name__)
 
@@ -40,8 +37,6 @@ incident again and sends the message again.
 
 AT_A_TIME: Final = 2
 """Largest number of messages that are sent to one receiver at a time: a message that waits must not time out."""
-SILENCES_SECONDS: Final = 1.0
-"""Time for which the silences that were read from the store are valid."""
 LIST_SECONDS: Final = 60.0
 """Time for which an incident above the limit of messages waits for others, to be listed with them in one message."""
 
@@ -205,9 +200,9 @@ class Announcer:
         deliveries: Deliveries,
         retry_seconds: Sequence[float] = RETRY_SECONDS,
         place: Callable[[], text.Place] = text.Place,
-        store: Location | None = None,
+        silences: Silences | None = None,
     ) -> None:
-        """Set the functions that the announcer calls, the store and pages that messages name, and that of silences.
+        """Set the functions that the announcer calls, the store and pages that messages name, and the silences.
 
         `record` adds a row with a state of an incident, such as opened, to the batch, and `commit` commits the batch.
         `deliveries` counts the attempts and their outcomes.
@@ -220,12 +215,10 @@ class Announcer:
         self._deliveries = deliveries
         self._retry_seconds = retry_seconds
         self.place = place
-        self._store = store
+        self._silences = silences
+        self._asking = asyncio.Lock()
         self._lists: dict[tuple[str, str, bool], list[Incident]] = {}
         self._are_lists_due = asyncio.Event()
-        self._silences: Sequence[Silence] = ()
-        self._read_at = -math.inf
-        self._reading = asyncio.Lock()
 
     def announce(self, incident: Incident, *, is_repeated: bool = False) -> Coroutine[Any, Any, None]:
         """Store `incident` before any later state of it, and return the coroutine that commits and sends it.
@@ -277,18 +270,12 @@ class Announcer:
         await self._commit_soon()
 
     async def _not_silenced(self, incidents: Sequence[Incident]) -> list[Incident]:
-        """Return `incidents` without those that a user has silenced. If the store cannot be read, none is silenced."""
-        async with self._reading:  # messages at the same time need one read
-            if self._store is not None and self._notifiers and time.monotonic() - self._read_at > SILENCES_SECONDS:
-                try:
-                    self._silences = await asyncio.to_thread(active_silences, self._store)
-                except (StoreError, OSError) as error:
-                    log.warning("silences cannot be read from the store, the message is sent: %s", error)
-                self._read_at = time.monotonic()
-        covered = {
-            one.key for one in incidents for each in self._silences if each.covers(one.first.run, one.first.rule)
-        }
-        found = [one for one in incidents if one.key not in covered]
+        """Return `incidents` without those that a user has silenced, which are counted."""
+        if self._silences is None or not self._notifiers:
+            return list(incidents)
+        covers = self._silences.covers
+        async with self._asking:  # one thread at a time waits for a read of the store
+            found = [one for one in incidents if not await asyncio.to_thread(covers, one.first.run, one.first.rule)]
         for _ in range(len(incidents) - len(found)):
             self._deliveries.finished(MUTED)
         return found
@@ -299,11 +286,6 @@ class Announcer:
             message = incident_message(incident, open_seconds=open_seconds, place=self.place())
             self._record(incident, NOTIFIED if await self._send(message) else UNDELIVERED)
             await self._commit_soon()
-
-    async def resolve(self, incident: Incident, notice: Message) -> None:
-        """Store that `incident` is resolved, and send the notification `notice` about it."""
-        self._record(incident, RESOLVED)
-        await self.tell_end(incident, notice)
 
     async def tell_end(self, incident: Incident, notice: Message) -> None:
         """Send the notification `notice` about the end of `incident`, unless it is silenced."""

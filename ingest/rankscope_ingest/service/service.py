@@ -60,7 +60,7 @@ from rankscope_ingest.record_channel.loop import TargetLoop
 from rankscope_ingest.remote_read.handler import RemoteRead
 from rankscope_ingest.remote_write.handler import answer
 from rankscope_ingest.remote_write.senders import recording
-from rankscope_ingest.runs.incident import Incident
+from rankscope_ingest.runs.incident import RESOLVED, Incident
 from rankscope_ingest.runs.models import AttemptKey, Health, Target
 from rankscope_ingest.runs.text import Place, title
 from rankscope_ingest.service.polling import ExternalExporters, Pipeline, Polling, make_batcher
@@ -71,6 +71,7 @@ from rankscope_storage.api.store import Commit, Writer
 from rankscope_storage.base import service_catalogue
 from rankscope_storage.base.location import located
 from rankscope_storage.base.rule_names import RULES_OF_RUNS
+from rankscope_storage.runs.silences import Silences
 from rankscope_view.site import HEADERS, Site
 
 _PAGE_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
@@ -387,7 +388,7 @@ class Service:
             commit=self._pipeline.flusher.commit_now,
             deliveries=deliveries,
             place=lambda: Place.of(located(config.store.path), f"{self._api.url}{config.service.base_path}"),
-            store=located(config.store.path),
+            silences=Silences(located(config.store.path)),
         )
         hooks = Hooks(deliveries=deliveries, on_commit=self._on_commit_of_log)
         self._following = partial(following, config, writer, notifiers, hooks)
@@ -503,7 +504,8 @@ class Service:
         for incident, has_continued in actions.over:
             ended_at, place = self._monitor.clock(), self._announcer.place()
             notice = resolved_message(incident, has_continued=has_continued, ended_at=ended_at, place=place)
-            self._spawn(self._announcer.resolve(incident, notice))
+            self._monitor.record_incident(incident, RESOLVED)
+            self._spawn(self._announcer.tell_end(incident, notice))
 
     async def _collect_stacks(self, key: AttemptKey, ranks: Collection[int]) -> None:
         # Stacks also arrive as events in the records, and only these are evaluated.

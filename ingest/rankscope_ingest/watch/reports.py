@@ -41,6 +41,7 @@ from rankscope_storage.base.rule_names import (
     RUN_STOPPED,
     SLOW_STEPS,
 )
+from rankscope_storage.runs.silences import Silences
 from rankscope_view.data.incidents import is_open
 
 log = logging.getLogger(__name__)
@@ -131,7 +132,7 @@ class Reporter:
             commit=self.commit,
             deliveries=deliveries or Deliveries(),
             place=lambda: place,
-            store=store.folder,
+            silences=Silences(store.folder),
         )
 
     async def commit(self) -> None:
@@ -197,11 +198,10 @@ class Reporter:
     async def _resolve(self, incident: Incident, *, has_continued: bool) -> None:
         if (announcing := self._announcing.pop(incident.key, None)) is not None:
             await asyncio.wait([announcing])  # resolved is the last state
+        self._store.record(incident, RESOLVED)
         if has_continued and not incident.is_muted:
             notice = resolved_message(incident, has_continued=True, ended_at=time.monotonic())
-            await self._announcer.resolve(incident, notice)
-        else:
-            self._store.record(incident, RESOLVED)
+            await self._announcer.tell_end(incident, notice)
         await self.commit()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

@@ -9,6 +9,10 @@ from __future__ import annotations
 import datetime as dt
 import fnmatch
 import json
+import logging
+import math
+import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -17,8 +21,10 @@ from rankscope_contract.model.redaction import redacted_text
 from rankscope_storage.base.errors import StoreError
 from rankscope_storage.base.fsync import Sync
 from rankscope_storage.base.location import Location
-from rankscope_storage.connection import Connection, connect
+from rankscope_storage.connection import connect
 from rankscope_storage.runs.tags import add_events, check_note, user_name
+
+log = logging.getLogger(__name__)
 
 _SILENCES: Final = """\
 SELECT run, rule, epoch(ts) AS at, details FROM events WHERE type = 'silence' AND ts_origin = 'ingest'
@@ -47,16 +53,39 @@ class Silence:
         return fnmatch.fnmatchcase(run, self.run)
 
 
-def active_silences(store: Location | Connection) -> list[Silence]:
+def active_silences(store: Location) -> list[Silence]:
     """Return the silences that have not ended. Of several with the same patterns, the last one counts."""
-    if not isinstance(store, Connection):
-        with connect(store, single_threaded=True) as connection:
-            return active_silences(connection)
+    with connect(store, single_threaded=True) as connection:
+        rows = connection.query(_SILENCES).to_pylist()
     found = []
-    for row in store.query(_SILENCES).to_pylist():
+    for row in rows:
         details: dict[str, Any] = json.loads(row["details"])
         found.append(Silence(run=row["run"], rule=row["rule"] or "*", **details))
     return [one for one in found if one.until > dt.datetime.now(dt.UTC).timestamp()]
+
+
+READ_SECONDS: Final = 1.0
+"""Time for which silences that were read from the store are valid."""
+
+
+class Silences:
+    """The active silences of the store in `store`. Used on one thread at a time."""
+
+    def __init__(self, store: Location) -> None:
+        self._store = store
+        self._known: Sequence[Silence] = ()
+        self._read_at = -math.inf
+
+    def covers(self, run: str, rule: str | None) -> bool:
+        """Return whether the incident of `rule` in `run` is silenced now. If the store cannot be read, it is not."""
+        if time.monotonic() - self._read_at > READ_SECONDS:
+            try:
+                self._known = active_silences(self._store)
+            except (StoreError, OSError) as error:
+                self._known = ()
+                log.warning("silences cannot be read from the store, messages are sent: %s", error)
+            self._read_at = time.monotonic()
+        return any(one.covers(run, rule) for one in self._known)
 
 
 def silence(root: Location, run: str, rule: str, *, seconds: float, note: str, sync: Sync) -> Silence:

@@ -136,7 +136,7 @@ async def test_silenced_incidents_are_stored_and_not_sent(start_service, fake_ra
     hour, silences = 3600.0, [("x*", "*"), ("r*", "Loss*"), ("r*", "*Turb*")]
     async with Receiver() as receiver:
         for number, ended in enumerate((False, True)):
-            async with start_service(**{"notify.urls": [receiver.url]}) as service, fake_rank(run=f"r{number}") as rank:
+            async with fake_rank(run=f"r{number}") as rank, start_service(**{"notify.urls": [receiver.url]}) as service:
                 await rank.deliver(service, 1)
                 for run, rule in silences:
                     silence(service.store, run, rule, seconds=0 if ended else hour, note="known", sync=sync_to_disk)
