@@ -91,7 +91,7 @@ def check(file: Annotated[Path, typer.Argument(help="TOML or JSON file with the 
     """Check the rules in a configuration of the monitor, or in a file for `rankscope import --rules`.
 
     Each error is one line with its position, and the exit code is 1. The keys of a rule are rule_name, which is a class
-    or a default rule, and args, which replace fields of it. "default" stands for all default rules. An example:
+    or a default rule, and args, which replace fields of it. "default" means all default rules. An example:
 
     rules = ["default", {rule_name = "LossShift", args = {name = "LossShift8", above = 8}}]
 

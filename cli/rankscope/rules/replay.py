@@ -35,7 +35,7 @@ EQUAL: Final = 1e-9
 """Largest relative difference of a replayed and a stored score that are equal."""
 
 BLOCK_ROWS: Final = 1_000_000
-"""Number of rows that are read at once."""
+"""Number of rows in one read."""
 
 _PRESETS: Final = {rule.name: rule.score for rule in score.SCORE_RULES}
 _OF_SETTINGS: Final = {scalar: setting for setting, scalar in score.SCALAR_OF_SETTING.items()}
@@ -166,7 +166,7 @@ class Replay:
 
 
 class _Process:
-    """The rules of one process of a rank, and what they have seen. `scored` has the rules with stored scores."""
+    """The rules of one process of a rank, and the rules that have had a score. `scored` has the rules with stored scores."""
 
     def __init__(self, rules: Sequence[ScoreRule], scored: Sequence[str], outcome: Outcome) -> None:
         others = itertools.product((factor for factor in FACTORS if factor != 1), rules)
@@ -183,7 +183,7 @@ class _Process:
     def judge(
         self, step: int, rows: Sequence[dict[str, Any]], statistics: dict[str, Values] | None, layout: Layout
     ) -> list[ScoreFiring]:
-        """Return the firings of the rules at a record, as the rank has told them."""
+        """Return the firings of the rules at a record, as on the rank."""
         scalars: dict[str, float] = {}
         stored: dict[str, float] = {}
         for row in rows:

@@ -35,7 +35,7 @@ def check_rules(path: Path, default: Sequence[AnomalyRule]) -> RuleFile:
     """Return the rules and the errors in the file `path`.
 
     The file has a list of rules, or a table with the setting `rules`, as the configuration of the monitor. The entry
-    "default" stands for the rules `default` with other names than those of the file.
+    "default" means the rules `default` with other names than those of the file.
     """
     found = RuleFile()
     try:
@@ -48,7 +48,7 @@ def check_rules(path: Path, default: Sequence[AnomalyRule]) -> RuleFile:
     if not isinstance(entries, list):
         found.errors.append(f"{path}: expected a list such as {_EXAMPLE}, or a table with the setting {RULES}")
         return found
-    own: list[Sequence[AnomalyRule] | None] = []  # None stands for the default rules
+    own: list[Sequence[AnomalyRule] | None] = []  # None: the default rules
     for number, entry in enumerate(entries):
         errors = list(_errors_of(entry))
         try:

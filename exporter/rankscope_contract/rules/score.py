@@ -122,7 +122,7 @@ def kinds_of(tree: Node) -> list[str]:
 
 
 def kinds_named(kind: str) -> tuple[str, ...]:
-    """Return the kinds of tensors that `kind` in an expression stands for, the preferred one first."""
+    """Return the kinds of tensors that `kind` in an expression means, the preferred one first."""
     return (Kind.GRAD_CLIPPED, Kind.GRAD_REDUCED) if kind == GRADIENT else (kind,)
 
 

@@ -54,9 +54,7 @@ def mail(free_port):
     controller.stop()
 
 
-async def test_gpus_and_lost_records_are_told_once_with_rank_value_and_sentence(
-    start_service, fake_rank, eventually, mail
-):
+async def test_gpus_and_lost_records_cause_one_message_with_rank_and_value(start_service, fake_rank, eventually, mail):
     url, postbox = mail
     async with (
         Receiver() as receiver,
@@ -76,7 +74,7 @@ async def test_gpus_and_lost_records_are_told_once_with_rank_value_and_sentence(
     assert [["opened", "notified"]] * 4 == states_of(service)
 
 
-async def test_records_that_the_ring_has_overwritten_are_told(start_service, fake_rank, eventually):
+async def test_records_that_the_ring_has_overwritten_cause_a_message(start_service, fake_rank, eventually):
     async with Receiver() as receiver, fake_rank() as rank:
         rank.ring = 3
         rank.publish_steps(2)
@@ -114,7 +112,7 @@ async def test_incidents_above_the_limit_of_messages_are_one_message(start_servi
     assert [["opened", "notified"]] * (MESSAGES_PER_HOUR + 3) == states_of(service)
 
 
-async def test_open_incident_is_told_again_until_it_is_over(start_service, fake_rank, eventually):
+async def test_open_incident_is_sent_again_until_it_is_over(start_service, fake_rank, eventually):
     async with Receiver() as receiver, fake_rank() as rank:
         settings = {"notify.urls": [receiver.url], "notify.repeat_seconds": 0.5}
         async with start_service(**settings) as service:
@@ -154,7 +152,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize("title", ENDS)
-def test_end_of_a_long_incident_is_told_with_its_length(title):
+def test_end_of_a_long_incident_is_sent_with_its_length(title):
     host = Host()
     monitor = host.monitor()
     target = monitor.accept(process("i"), ()).target

@@ -175,7 +175,7 @@ async def test_each_incident_is_notified_once_also_across_kills(make_service, op
 
 @pytest.mark.thorough
 async def test_list_of_a_killed_service_is_sent_once_by_the_next_one(make_service, open_channels):
-    """It is killed in the minute in which it waits for further incidents; the listed ones are over."""
+    """The service is killed in the minute in which it waits for further incidents; the listed ones are over."""
     async with Receiver() as receiver:
         service = make_service(notify=receiver.url)
         await asyncio.to_thread(service.start)

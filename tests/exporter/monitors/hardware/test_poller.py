@@ -488,5 +488,5 @@ ECC, THROTTLED = ("gpu_ecc_errors_total", "type"), ("gpu_throttled", "reason")
         (THROTTLED, [BUSY_LIMIT] * 40, []),
     ],
 )
-def test_memory_errors_and_lasting_throttling_are_events_with_the_rule_of_their_alert(metric, readings, expected):
+def test_memory_errors_and_lasting_throttling_are_events_with_a_rule(metric, readings, expected):
     assert expected == seconds_of_events(*metric, readings)
