@@ -27,10 +27,10 @@ def why(
     """Name the causes of the faults of a run or log, the first one first, and the checks that did not run.
 
     A cause is one rule that fires in steps that follow each other, or the failure or stall of the run. It has the rank
-    and the tensor, unless several ranks fire at the same step; a statement that shows the numbers; and the next action. Causes
-    are in the order of steps. At one step, exact rules come before statistical ones. Exit codes: 0 for a healthy run,
-    1 for a fault, 2 for an unknown run, and 3 if nothing was measured. A cause of severity info is no fault. In SQL,
-    the causes are the view first_causes.
+    and the tensor, unless several ranks fire at the same step; a statement that shows the numbers; and the next action.
+    Causes are in the order of steps. At one step, exact rules come before statistical ones. Exit codes: 0 for a healthy
+    run, 1 for a fault, 2 for an unknown run, and 3 if nothing was measured. A cause of severity info is no fault. In
+    SQL, the causes are the view first_causes.
 
     [bold]Examples[/bold]
 

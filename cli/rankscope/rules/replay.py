@@ -166,7 +166,7 @@ class Replay:
 
 
 class _Process:
-    """The rules of one process of a rank, and the rules that have had a score. `scored` has the rules with stored scores."""
+    """The rules of one process of a rank. `scored` has the rules with stored scores."""
 
     def __init__(self, rules: Sequence[ScoreRule], scored: Sequence[str], outcome: Outcome) -> None:
         others = itertools.product((factor for factor in FACTORS if factor != 1), rules)
