@@ -31,7 +31,7 @@ from rankscope_contract.model.kinds import OPS
 from rankscope_contract.model.schema import Field, FieldType, ListOf, StructOf
 from rankscope_contract.rules import rule_classes
 from rankscope_contract.rules.expression import GRADIENT, SERIES_KINDS, WORDS
-from rankscope_contract.rules.score import CONDITIONS, SCORE_RULES, ScoreRule
+from rankscope_contract.rules.score import CONDITIONS, RANKS_RULES, SCORE_RULES, ScoreRule
 from rankscope_exporter import CaptureConfig, MonitorConfig, ServeConfig
 from rankscope_exporter.config.monitor_config import HardwareConfig
 from rankscope_exporter.monitors.throughput import ThroughputConfig
@@ -103,13 +103,16 @@ def rule_table() -> str:
     return table(("rule", "fires", "arguments"), rows)
 
 
-def score_rule_table(rules: Iterable[ScoreRule] = SCORE_RULES) -> str:
+def score_rule_table(rules: Iterable[ScoreRule] = (*SCORE_RULES, *RANKS_RULES)) -> str:
     """Return the table of rules with a score, and their scores below it."""
     rows, scores = [], []
     for rule in rules:
         not_judged = [f"{CONDITIONS[name]}" for name in rule.holds_for]
         not_judged += [f"the process has measured fewer than {rule.after_steps + 1} steps"] if rule.after_steps else []
         judged = "tensor" if rule.is_of_tensors else "step"
+        if rule.scope == "ranks":
+            judged = "tensor, between ranks"
+            not_judged.append(f"the score was not at most the limit for {rule.latch} steps before")
         meaning = f"{rule.summary[:1].upper()}{rule.summary[1:]}."
         rows.append((f"`{rule.name}`", meaning, f"{rule.above:g}", rule.severity, judged, "; ".join(not_judged)))
         scores.append((f"`{rule.name}`", f"`{rule.score}`"))

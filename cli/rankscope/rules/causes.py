@@ -45,6 +45,9 @@ _ACTIONS: Final = {
     "LearningRateJump": "check the schedule of the learning rate after the last restart",
     "DataWait": "give the loader more workers, or look for a slow disk",
     "EvalRise": "stop early, or use more data: the model may fit the training data only",
+    "ReplicasApart": "find the first kind that differs: a gradient that is not reduced, or a write on one rank only",
+    "ZerosGap": "check batch and loss mask of this rank, and the layers that it skips",
+    "GradGap": "check the data of this rank: a repeated batch, other labels",
     SLOW_RANK: "look at the processes, clocks and temperature of the machine of this rank",
     RUN_FAILED: "read the log of the rank that failed first; see docs/runbooks.md#runfailed",
 }

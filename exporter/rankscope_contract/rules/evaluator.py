@@ -1,11 +1,13 @@
 """Evaluates score rules, one step after the other: on ranks, in the service, for imports and for replay.
 
 The state of the words, such as the level of a series, is kept here by the text of the expression. Arrays have an
-element for each tensor, and follow a changed plan by the names of the tensors. All numbers are float64.
+element for each tensor; those of rules between ranks are [ranks, tensors]. They follow a changed plan by the names of
+the tensors, and other ranks by their numbers. All numbers are float64.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -37,6 +39,12 @@ class Layout:
     """A key for each tensor: its name, and what distinguishes equal names."""
     columns: Mapping[str, npt.NDArray[np.int64]]
     """By kind: the column of each tensor in the table of statistics, -1 without one."""
+    ranks: tuple[int, ...] = ()
+    """For rules between ranks: the ranks, one for each row of the table of statistics."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(self.ranks), len(self.tensors)) if self.ranks else (len(self.tensors),)
 
     def __post_init__(self) -> None:
         selections = {}
@@ -53,8 +61,8 @@ class Layout:
         if selection is None:
             return np.full(len(self.tensors), math.nan)
         if isinstance(selection, slice):
-            return row[selection]
-        return np.where(self._absent[kind], math.nan, row[selection])  # type: ignore[attr-defined]
+            return row[..., selection]
+        return np.where(self._absent[kind], math.nan, row[..., selection])  # type: ignore[attr-defined]
 
 
 NO_TENSORS: Final = Layout((), {})
@@ -185,9 +193,7 @@ class ScoreEvaluator:
                     continue  # a record of logged numbers alone
                 scores = self._steps[place](self)  # also before its first verdict, for the state of its words
                 if self._of_tensors[place]:
-                    self._judge_tensors(
-                        place, rule, np.broadcast_to(scores, len(frame.layout.tensors)), firings, largest
-                    )
+                    self._judge_tensors(place, rule, np.broadcast_to(scores, frame.layout.shape), firings, largest)
                 else:
                     self._judge(place, rule, float(scores), firings, largest)
         return ScoreVerdict(firings[: self._most_firings], largest)
@@ -209,16 +215,21 @@ class ScoreEvaluator:
         judged = ~np.isnan(scores)
         if self.measured <= rule.after_steps or not judged.any():
             return
-        at = int(np.argmax(np.where(judged, scores, -math.inf)))
-        largest.append(ScoreFiring(rule, at, float(scores[at])))
+
+        def firing(at: int) -> ScoreFiring:
+            return ScoreFiring(rule, at % scores.shape[-1], float(scores.flat[at]))
+
+        largest.append(firing(int(np.argmax(np.where(judged, scores, -math.inf)))))
         held = self._held[place]
         if held is None:
-            held = np.full(len(scores), rule.latch)
+            held = np.full(scores.shape, rule.held_at_first)
         fires = scores > rule.above
         self._held[place] = np.where(fires, 0, held + judged)
-        told = np.flatnonzero(fires & (held >= rule.latch))
-        for tensor in told[np.argsort(-scores[told], kind="stable")].tolist():
-            firings.append(ScoreFiring(rule, tensor, float(scores[tensor])))
+        is_new = fires & (held >= rule.latch)
+        if rule.scope == "ranks":
+            is_new &= ~(fires & ~is_new).any(axis=0)  # it was told for another rank
+        told = np.flatnonzero(is_new)
+        firings += map(firing, told[np.argsort(-scores.flat[told], kind="stable")].tolist())
 
     def _where_it_holds(self, rule: ScoreRule, condition: str, scores: Values) -> Values:
         holds = self.frame.facts.get(condition)
@@ -232,15 +243,15 @@ class ScoreEvaluator:
         return np.where(holds, scores, math.nan)
 
     def _follow(self, old: Layout, new: Layout) -> None:
-        """Move all state to the tensors of another layout."""
-        place = {tensor: position for position, tensor in enumerate(old.tensors)}
-        before = np.array([place.get(tensor, -1) for tensor in new.tensors], np.int64)
-        count = len(old.tensors)
+        """Move all state to the tensors and ranks of another layout."""
+        tensors, ranks = _places(old.tensors, new.tensors), _places(old.ranks, new.ranks)
 
         def moved(value: Any, fresh: float) -> Any:
-            if not isinstance(value, np.ndarray) or value.shape != (count,):
+            if not isinstance(value, np.ndarray):
                 return value
-            return np.where(before >= 0, value[before], fresh) if count else np.full(len(before), fresh)
+            if value.shape[-1] == len(old.tensors):
+                value = _taken(value, tensors, fresh)
+            return _taken(value.T, ranks, fresh).T if value.ndim > 1 else value
 
         for state in self.state.values():
             if isinstance(state, _Moving):
@@ -250,7 +261,20 @@ class ScoreEvaluator:
                 state[:] = [moved(value, math.nan) for value in state]
         for position, rule in enumerate(self.rules):
             if isinstance(self._held[position], np.ndarray):
-                self._held[position] = moved(self._held[position], float(rule.latch))
+                self._held[position] = moved(self._held[position], float(rule.held_at_first))
+
+
+def _places(old: Sequence[Any], new: Sequence[Any]) -> npt.NDArray[np.int64]:
+    """Return the position in `old` of each of `new`, -1 without one."""
+    known = {one: position for position, one in enumerate(old)}
+    return np.array([known.get(one, -1) for one in new], np.int64)
+
+
+def _taken(values: Values, places: npt.NDArray[np.int64], fresh: float) -> Values:
+    """Return the values at `places` of the last axis, and `fresh` for -1."""
+    if not values.shape[-1]:
+        return np.full((*values.shape[:-1], len(places)), fresh)
+    return np.where(places >= 0, values[..., places], fresh)
 
 
 def _number(node: Node) -> float:
@@ -277,13 +301,58 @@ def _compared(compare: Callable[[Any, Any], Any]) -> Callable[[Value, Value], Va
     return lambda x, y: 1.0 * compare(x, y)
 
 
-def _median(x: Values) -> float:
-    known = x[~np.isnan(x)]
-    return float(np.median(known)) if len(known) else math.nan
+def _over_tensors(x: Values) -> Value:
+    return _medians(x)[:, None] if x.ndim > 1 else float(_medians(x[None])[0])
 
 
-def _sum(x: Value) -> float:
+def _medians(x: Values) -> Values:
+    """Return the median of each row of `x`; NaN does not count."""
+    if not x.shape[1]:
+        return np.full(len(x), math.nan)
+    known: Values = np.sort(x, axis=1)  # NaN comes last
+    count = np.count_nonzero(~np.isnan(known), axis=1)
+    rows = np.arange(len(x))
+    middle: Values = known[rows, (count - 1) // 2] + known[rows, count // 2]
+    return middle / 2
+
+
+def _over_ranks(x: Values) -> Values:
+    """Return the median over the ranks, for each tensor; NaN if fewer than two ranks have it."""
+    found, unlike = _common(x)
+    found[unlike] = _medians(x[:, unlike].T)
+    found[unlike[np.count_nonzero(~np.isnan(x[:, unlike]), axis=0) < 2]] = math.nan
+    return found
+
+
+def _common(x: Values) -> tuple[Values, npt.NDArray[np.int64]]:
+    """Return the value that all ranks have, for each tensor, and the positions of the tensors without one."""
+    found = np.maximum.reduce(x, axis=0)
+    return found, np.flatnonzero(found != np.minimum.reduce(x, axis=0))
+
+
+def _apart(x: Values) -> Values:
+    found, unlike = _common(x)
+    apart = np.abs(x[:, unlike] - _over_ranks(x[:, unlike]))
+    if np.isnan(apart).all():  # the usual case takes no array of all ranks
+        found = np.zeros(len(found))
+        found[unlike] = math.nan
+        return found
+    found = np.zeros(x.shape)
+    found[:, unlike] = apart
+    return found
+
+
+def _others(x: Values) -> Values:
+    known = ~np.isnan(x)
+    own = np.where(known, x, 0.0)
+    count = known.sum(axis=0) - known
+    return np.where(count > 0, (own.sum(axis=0) - own) / count, math.nan)
+
+
+def _sum(x: Value) -> Value:
     """Return the sum of the known values, which does not depend on their order: a store has another one than a rank."""
+    if np.ndim(x) > 1:
+        return np.nansum(x, axis=1, keepdims=True)
     return float(np.add.reduce(np.sort(x[~np.isnan(x)]))) if np.size(x) else math.nan
 
 
@@ -307,7 +376,11 @@ _FUNCTIONS: Final[dict[str, Callable[..., Value]]] = {
     "log": _log,
     "sqrt": _sqrt,
     "sum": _sum,
-    "over_tensors": _median,
+    "over_tensors": _over_tensors,
+    "largest": lambda x: float(np.fmax.reduce(x, axis=None)) if np.size(x) else math.nan,
+    "others": _others,
+    "apart": _apart,
+    "over_ranks": _over_ranks,
     "max": lambda *values: _reduced(np.fmax, values),
     "min": lambda *values: _reduced(np.fmin, values),
 }
@@ -429,7 +502,7 @@ def _held(evaluator: ScoreEvaluator, source: str, z: Value, n: float, clip: floa
             _append(values, min(max(z, -clip), clip), n)
         return sum(values) / math.sqrt(n) if len(values) == n and not math.isnan(z) else math.nan
     _append(values, np.clip(z, -clip, clip), n)
-    return np.sum(values, axis=0) / math.sqrt(n) if len(values) == n else math.nan
+    return functools.reduce(np.add, values) / math.sqrt(n) if len(values) == n else math.nan
 
 
 def _least(evaluator: ScoreEvaluator, source: str, x: Value, n: float) -> Value:

@@ -35,7 +35,10 @@ def _words() -> Iterator[tuple[str, Word]]:
     yield "min", Word(("x", "y"), "The smallest; NaN does not count.", repeats=True)
     yield "sum", Word(("x",), "Sum over the tensors of the rank.")
     yield "over_tensors", Word(("x",), "Median over the tensors of the rank.")
+    yield "largest", Word(("x",), "The largest value of all tensors; between ranks, of all tensors of all ranks.")
     yield "others", Word(("x",), "Mean over the other ranks that have the tensor. Only for rules between ranks.")
+    yield "apart", Word(("x",), "Distance from the median over the ranks. Only for rules between ranks.")
+    yield "over_ranks", Word(("x",), "Median over the ranks that have the tensor. Only for rules between ranks.")
     yield (
         "scalar",
         Word(

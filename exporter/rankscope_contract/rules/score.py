@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from rankscope_contract.model.events import Severity
 from rankscope_contract.model.kinds import GRADIENT_KINDS, Kind
@@ -44,10 +44,14 @@ class ScoreRule(AnomalyRule):
     A rule is judged for each tensor if a statistic of its score is that of a tensor, otherwise once per step. It is
     judged from step `after_steps` of the process on. With `holds_for`, it is judged only for tensors for which these
     `CONDITIONS` are true. It fires once, and again after it held for `latch` steps.
+
+    A rule of the scope `ranks` compares the statistics of tensors on several ranks. The service evaluates it, for each
+    tensor and rank, and it fires only after it held for `latch` steps.
     """
 
     score: str
     above: float
+    scope: Literal["rank", "ranks"] = "rank"
     holds_for: tuple[str, ...] = ()
     after_steps: int = 0
     latch: int = 20
@@ -68,6 +72,20 @@ class ScoreRule(AnomalyRule):
             self.tree  # noqa: B018 - an error in the text is found here
         except ValueError as error:
             raise ValueError(f"{self.name}: score: {error}") from error
+        self._check_scope()
+
+    def _check_scope(self) -> None:
+        if self.scope not in ("rank", "ranks"):
+            raise ValueError(f"{self.name}: scope must be rank or ranks, not {self.scope!r}")
+        if self.scope == "ranks" and (self.scalars or self.holds_for or not self.is_of_tensors):
+            raise ValueError(f"{self.name}: a rule of the scope ranks reads statistics of tensors only")
+        if self.scope == "rank" and (words := [one.name for one in self.tree.walk() if one.name in _OVER_RANKS]):
+            raise ValueError(f'{self.name}: {words[0]} compares ranks: set the scope to "ranks"')
+
+    @property
+    def held_at_first(self) -> int:
+        """Return the number of steps for which the rule counts as held before the first one."""
+        return 0 if self.scope == "ranks" else self.latch
 
     @property
     def tree(self) -> Node:
@@ -128,12 +146,13 @@ def kinds_named(kind: str) -> tuple[str, ...]:
 
 def is_of_tensors(tree: Node) -> bool:
     """Return whether the value of `tree` has an element for each tensor."""
-    if tree.name in ("sum", "over_tensors"):
+    if tree.name in ("sum", "over_tensors", "largest"):
         return False
     return "." in tree.name or tree.name in _OF_TENSORS or any(map(is_of_tensors, tree.arguments))
 
 
 _OF_TENSORS: Final = ("beta1", "beta2", "weight_decay")
+_OVER_RANKS: Final = ("others", "apart", "over_ranks")
 
 _ADAM_MEAN = f"beta1 * last({Kind.EXP_AVG}.mean) + (1 - beta1) * {GRADIENT}.mean"
 _ADAM_SQUARE = (
@@ -221,5 +240,46 @@ LEVEL_RULES: Final = (
     ),
 )
 """Rules that compare values with a level that follows them slowly."""
+
+_LOCAL: Final = Kind.GRAD_UNREDUCED
+_ZEROS = f"{_LOCAL}.zeros / {_LOCAL}.numel"
+_ZEROS_GAP = f"{_ZEROS} - others({_ZEROS})"
+_LOCAL_NORM = f"log({_LOCAL}.norm) - over_tensors(log({_LOCAL}.norm))"
+_NORM_GAP = f"{_LOCAL_NORM} - others({_LOCAL_NORM})"
+
+
+def _apart(kind: str) -> str:
+    norm, furthest = f"over_ranks({kind}.norm)", f"max(apart({kind}.min), apart({kind}.max), apart({kind}.mean))"
+    return f"apart({kind}.norm) / {norm}, {furthest} / {norm} * sqrt(over_ranks({kind}.numel))"
+
+
+RANKS_RULES: Final = (
+    ScoreRule(
+        name="ReplicasApart",
+        summary="the replicas of the tensor are no longer equal",
+        score=f"max({', '.join(map(_apart, (Kind.GRAD_REDUCED, Kind.EXP_AVG, Kind.PARAM_AFTER)))})",
+        above=1e-5,
+        severity=Severity.CRITICAL,
+        scope="ranks",
+        latch=5,
+    ),
+    ScoreRule(
+        name="ZerosGap",
+        summary="more elements of the rank's own gradient are zero than on the other ranks",
+        # Experts that get no tokens have such gradients now and then: there, a gap of one step was seen before.
+        score=f"least(2, {_ZEROS_GAP}) + least(30, 0 - ago(2, largest({_ZEROS_GAP})))",
+        above=0.33,
+        scope="ranks",
+        latch=10,
+    ),
+    ScoreRule(
+        name="GradGap",
+        summary="the gradient of the rank itself has left its level beside those of the other ranks",
+        score=f"abs(held(40, 3, level(0.003, {_NORM_GAP})))",
+        above=9.3,
+        scope="ranks",
+    ),
+)
+"""Rules between ranks, which the service evaluates."""
 
 SCORE_RULES: Final = (*EXACT_RULES, *LEVEL_RULES)

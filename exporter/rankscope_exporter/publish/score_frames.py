@@ -27,7 +27,8 @@ class StepScores:
 
     def __init__(self, rules: Sequence[object], tell: Callable[[str], None]) -> None:
         """Judge those of `rules` that are score rules; `tell` receives the reasons for which a rule is not judged."""
-        self._evaluator = ScoreEvaluator([rule for rule in rules if isinstance(rule, ScoreRule)], tell)
+        of_rank = (rule for rule in rules if isinstance(rule, ScoreRule) and rule.scope == "rank")
+        self._evaluator = ScoreEvaluator(of_rank, tell)
         tags = (tag for rule in self._evaluator.rules for tag in rule.scalars)
         self._names = {tag.partition("/")[0] for tag in tags}
         self._version: PlanVersion | None = None

@@ -40,6 +40,7 @@ from rankscope_ingest.detect.incidents import (
     latest_events,
     symptoms,
 )
+from rankscope_ingest.detect.rank_scores import RankScores, symptoms_between
 from rankscope_ingest.detect.stall_tracker import StallTracker
 from rankscope_ingest.live.progress import RunMeter, RunProgress, run_progress
 from rankscope_ingest.live.service_metrics import ServiceMetrics
@@ -112,6 +113,7 @@ class RunMonitor:
         self.replicas = DivergenceTracker(history.diverged)
         self.replicas.add(history.hashes, history.read_at)
         self.stragglers = StragglerTracker(clock)
+        self.rank_scores = RankScores()
         self.batcher = batcher
         self.poll_budget = PollBudget(
             batcher.free_rows, max_rows=batcher.max_pending_rows, max_bytes=config.ingest.max_bytes
@@ -303,11 +305,24 @@ class RunMonitor:
             for symptom in symptoms([row]):
                 self.incidents.observe(symptom if is_new else replace(symptom, events=0), self.clock())
 
+    def check_ranks(self) -> None:
+        """Add an event for each rule between ranks that fires."""
+        live = {attempt.key: [rank.number for rank in attempt.live_ranks] for attempt in self.runs.attempts()}
+        if not (rows := list(self.rank_scores.check(live, self.stamp))):
+            return
+        for row in rows:
+            self.add_event(row)
+            self.metrics.fired(row["run"], row["rank"], {(row["rule"], row["kind"]): 1})
+        for symptom in symptoms_between(rows):
+            if self.incidents.observe(symptom, self.clock()) is not None:
+                self.poll_now(symptom.run, None)
+
     def due_incidents(self) -> list[Incident]:
         """Return the incidents that must be announced now.
 
         If another incident waits for records of ranks, poll these ranks immediately.
         """
+        self.check_ranks()  # here: what it finds belongs to the incidents of the same records
         if not self.incidents.unsettled():
             return []
         now, steps = self.clock(), self._live_steps()
@@ -507,6 +522,7 @@ class RecordSink:
             first_causes = symptoms([*events, *gaps], is_past=target.is_dead)
         monitor.replicas.add(hashes, now)
         monitor.stragglers.add(key, rank, body)
+        monitor.rank_scores.add(key, rank, body)
         # No exception may occur from here on: rows in the batch must not be polled again, and cursor and batch must
         # agree.
         monitor.batcher.add_body(body, now)

@@ -2,11 +2,12 @@
 
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rankscope_contract.rules.evaluator import Frame, ScoreEvaluator
+from rankscope_contract.rules.evaluator import Frame, Layout, ScoreEvaluator
 from rankscope_contract.rules.expression import ExpressionError, parse
 from rankscope_contract.rules.score import ScoreRule
 
@@ -87,6 +88,45 @@ def test_wrong_expression_is_one_sentence_with_the_position(text, message):
     assert "\n" not in str(error.value)
 
 
-def test_rule_with_a_wrong_score_names_the_rule():
-    with pytest.raises(ValueError, match=r"^Mine: score: 'nrom' is no word"):
-        ScoreRule(name="Mine", score="nrom", above=1.0)
+@pytest.mark.parametrize(
+    ("score", "scope", "message"),
+    [
+        ("nrom", "rank", "score: 'nrom' is no word"),
+        ("others(exp_avg.norm)", "rank", 'others compares ranks: set the scope to "ranks"'),
+        ("exp_avg.norm", "run", "scope must be rank or ranks, not 'run'"),
+        ('scalar("loss")', "ranks", "a rule of the scope ranks reads statistics of tensors only"),
+        ("largest(exp_avg.norm)", "ranks", "a rule of the scope ranks reads statistics of tensors only"),
+    ],
+)
+def test_rule_with_a_wrong_score_or_scope_names_the_rule(score, scope, message):
+    with pytest.raises(ValueError, match=f"^Mine: {message}"):
+        ScoreRule(name="Mine", score=score, scope=scope, above=1.0)
+
+
+NONE = math.nan
+BETWEEN = [[1.0, 5.0, NONE, 2.0], [3.0, 5.0, NONE, NONE], [8.0, 5.0, 4.0, NONE]]  # [ranks, tensors]
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("others(exp_avg.norm)", [[5.5, 5.0, 4.0, NONE], [4.5, 5.0, 4.0, 2.0], [2.0, 5.0, NONE, 2.0]]),
+        ("over_ranks(exp_avg.norm)", [[3.0, 5.0, NONE, NONE]] * 3),
+        ("apart(exp_avg.norm)", [[2.0, 0.0, NONE, NONE], [0.0, 0.0, NONE, NONE], [5.0, 0.0, NONE, NONE]]),
+        ("apart(exp_avg.max)", [[0.0, 0.0, NONE, 0.0]] * 3),
+        ("exp_avg.norm - over_tensors(exp_avg.norm)", [[-1.0, 3.0, NONE, 0.0], [-1, 1, NONE, NONE], [3, 0, -1, NONE]]),
+        (
+            "exp_avg.norm / sum(exp_avg.norm)",
+            [[1 / 8, 5 / 8, NONE, 2 / 8], [3 / 8, 5 / 8, NONE, NONE], [8 / 17, 5 / 17, 4 / 17, NONE]],
+        ),
+        ("exp_avg.norm - largest(exp_avg.norm)", [[-7, -3, NONE, -6], [-5, -3, NONE, NONE], [0, -3, -4, NONE]]),
+    ],
+)
+def test_value_of_a_word_between_ranks(text, values):
+    rule = ScoreRule(name="R", score=text, above=0.0, scope="ranks")
+    evaluator = ScoreEvaluator([rule])
+    rows = {"norm": np.array(BETWEEN), "max": np.array([[1.0, 2.0, NONE, 3.0]] * 3)}
+    evaluator.observe(Frame(rows=rows, layout=Layout(("a", "b", "c", "d"), {"exp_avg": np.arange(4)}, (0, 1, 2))))
+
+    found = np.broadcast_to(evaluator.memo[rule.tree.source], (3, 4))
+    np.testing.assert_allclose(found, values, rtol=1e-12)
