@@ -83,7 +83,12 @@ def _jump_event(jump: int, offset: int) -> Event:
     )
 
 
-_URGENT: Final = (EventType.ANOMALY, EventType.EXIT, EventType.HANG, EventType.STACKS, EventType.FLIGHT_RECORD)
+_URGENT: Final = frozenset(
+    {
+        *(EventType.ANOMALY, EventType.XID, EventType.GPU, EventType.EXIT),
+        *(EventType.HANG, EventType.STACKS, EventType.FLIGHT_RECORD),
+    }
+)
 """Types of events after which the rank asks the service for an immediate poll."""
 
 

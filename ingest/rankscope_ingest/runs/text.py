@@ -276,7 +276,7 @@ def summary(incident: Incident) -> str:
 def list_title(incidents: Sequence[Incident]) -> str:
     """Return the title of the notification that lists several incidents of one run and severity."""
     first = incidents[0]
-    return f"[{first.severity}] {first.first.run}: {len(incidents)} incident{'s' * (len(incidents) > 1)} more"
+    return f"[{first.severity}] {first.first.run}: {len(incidents)} more incident{'s' * (len(incidents) > 1)}"
 
 
 def list_body(incidents: Sequence[Incident], *, is_repeated: bool, place: Place) -> str:

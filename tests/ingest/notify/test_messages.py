@@ -105,7 +105,7 @@ async def test_incidents_above_the_limit_of_messages_are_one_message(start_servi
     listed = receiver.messages[MESSAGES_PER_HOUR:]
     lines = [line for message in listed for line in message["message"].splitlines()]
 
-    assert ["[warning] r: 3 incidents more"] == [message["title"] for message in listed]
+    assert ["[warning] r: 3 more incidents"] == [message["title"] for message in listed]
     assert [f"AnomalyTurbulence in grad_reduced of t{n}, rank 0, step {n}00: norm 50" for n in (30, 31, 32)] == [
         line for line in lines if line.startswith("Anomaly")
     ]

@@ -192,7 +192,7 @@ async def test_list_of_a_killed_service_is_sent_once_by_the_next_one(make_servic
             assert 0 == await asyncio.to_thread(service.terminate)
         listed = receiver.messages[MESSAGES_PER_HOUR:]
 
-    assert ["[critical] r: 3 incidents more"] == [message["title"] for message in listed]
+    assert ["[critical] r: 3 more incidents"] == [message["title"] for message in listed]
     assert SENT_AGAIN in listed[0]["message"]
     assert service.has(MESSAGES_PER_HOUR + 3, NOTIFIED)
 

@@ -233,10 +233,10 @@ def _add(new: Incident, groups: list[Incident]) -> None:
     """Add `new` to the group that it continues, as the service does, or else to the `groups` of its attempt.
 
     It continues a group with the same first step, or one that is as severe and has not ended, or whose rule fires for
-    other tensors at the next step.
+    other tensors after a pause of at most two steps.
     """
     for at, one in reversed(list(enumerate(groups))):
-        has_ended = (new.step or 0) > (one.last_step or 0) + (one.rule == new.rule)
+        has_ended = (new.step or 0) > (one.last_step or 0) + 3 * (one.rule == new.rule)
         if one.step == new.step or (not has_ended and one.is_critical >= new.is_critical):
             severity = (new if new.is_critical else one).severity
             last = None if one.last_step is None else max(one.last_step, new.last_step or 0)
