@@ -178,7 +178,7 @@ def test_failed_run_remains_failed_until_all_its_ranks_register(restored):
     ("states", "still_open", "past", "unsent"),
     [
         *((["opened"], 1, 0, 1), (["opened", "notified"], 1, 0, 0), (["opened", "undelivered"], 1, 0, 0)),
-        *((["muted"], 1, 0, 0), (["opened", "notified", "resolved"], 0, 1, 0)),
+        *((["muted"], 1, 0, 0), (["opened", "notified", "resolved"], 0, 1, 0), (["opened", "resolved"], 0, 1, 1)),
     ],
 )
 def test_incident_is_restored_in_its_last_state(store_and_read, states, still_open, past, unsent):

@@ -320,6 +320,24 @@ def test_later_anomaly_joins_an_announced_incident_or_opens_another(name):
     assert opens == [incidents.observe(one, 2.0) is not None for one in later]
 
 
+def test_pause_of_an_incident_is_counted_in_sampled_steps():
+    incidents = tracker()
+    later = ((60, "a"), (90, "b"), (130, "c"))
+
+    assert [True, False, True] == [incidents.observe(spike(*one), 0.0, stride=10) is not None for one in later]
+
+
+def test_hardware_of_each_rank_and_each_slow_rank_has_its_own_incident():
+    incidents = tracker()
+    found = [
+        incidents.observe(symptom(step, rank=rank, rule=rule, kind=None, tensor=None), 0.0) is not None
+        for rule, step in ((SLOW_RANK, 60), ("GpuXid", None))
+        for rank in (0, 1, 0)
+    ]
+
+    assert [True, True, False] * 2 == found
+
+
 @pytest.mark.parametrize("order", [((0, 40), (0, 50), (1, 40), (1, 50)), ((1, 50), (0, 40), (0, 50), (1, 40))])
 def test_critical_step_has_its_own_incident_also_if_records_arrive_together(order):
     """The spools of an ended run, or the steps of a fast training between two polls."""
