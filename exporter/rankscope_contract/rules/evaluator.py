@@ -36,7 +36,7 @@ class Layout:
     """The tensors of a plan, and the column of each of their statistics. A layout is compared by its identity."""
 
     tensors: tuple[Any, ...]
-    """A key for each tensor: its name, and what distinguishes equal names."""
+    """A key for each tensor: its name, and further fields that distinguish equal names."""
     columns: Mapping[str, npt.NDArray[np.int64]]
     """By kind: the column of each tensor in the table of statistics, -1 without one."""
     ranks: tuple[int, ...] = ()
@@ -70,7 +70,7 @@ NO_TENSORS: Final = Layout((), {})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """What the rules see of one step."""
+    """The numbers of one step that the rules read."""
 
     rows: Mapping[str, Values] = field(default_factory=dict)
     """By op: a value for each column of the table of statistics, NaN where there is none."""
@@ -81,7 +81,7 @@ class Frame:
     facts: Mapping[str, npt.NDArray[np.bool_]] = field(default_factory=dict)
     """By name, those of CONDITIONS: whether each tensor has it."""
     follows: bool = True
-    """Whether the frame before is that of the step before, and nothing but the optimizer has changed the state."""
+    """True if the frame before is that of the step before, and nothing but the optimizer has changed the state."""
 
 
 class ScoreFiring(NamedTuple):
@@ -93,7 +93,7 @@ class ScoreFiring(NamedTuple):
 
 
 class ScoreVerdict(NamedTuple):
-    """The result of one step: firings that are told, and for each judged rule the largest score with its tensor."""
+    """The result of one step: firings without those of the same cause, and for each judged rule the largest score with its tensor."""
 
     firings: list[ScoreFiring]
     largest: list[ScoreFiring]
@@ -153,11 +153,11 @@ class ScoreEvaluator:
         tell: Callable[[str], None] | None = None,
         most_firings: int | None = MOST_FIRINGS,
     ) -> None:
-        """With `tell`, each reason for which a rule is not judged is told once."""
+        """With `tell`, each reason for which a rule is not judged is passed to it once."""
         self.rules = tuple(rules)
         self._most_firings = most_firings
         self._tell = tell
-        self._told: set[tuple[str, str]] = set()
+        self._named: set[tuple[str, str]] = set()
         self._compiled: dict[str, Step] = {}
         self._steps = [_compiled(rule.tree, self._compiled) for rule in self.rules]
         self._of_tensors = [rule.is_of_tensors for rule in self.rules]
@@ -227,17 +227,17 @@ class ScoreEvaluator:
         self._held[place] = np.where(fires, 0, held + judged)
         is_new = fires & (held >= rule.latch)
         if rule.scope == "ranks":
-            is_new &= ~(fires & ~is_new).any(axis=0)  # it was told for another rank
-        told = np.flatnonzero(is_new)
-        firings += map(firing, told[np.argsort(-scores.flat[told], kind="stable")].tolist())
+            is_new &= ~(fires & ~is_new).any(axis=0)  # it has fired for another rank
+        places = np.flatnonzero(is_new)
+        firings += map(firing, places[np.argsort(-scores.flat[places], kind="stable")].tolist())
 
     def _where_it_holds(self, rule: ScoreRule, condition: str, scores: Values) -> Values:
         holds = self.frame.facts.get(condition)
         if holds is None or holds.all():
             return scores
         concerned = ~holds & ~np.isnan(scores)
-        if concerned.any() and self._tell is not None and (rule.name, condition) not in self._told:
-            self._told.add((rule.name, condition))
+        if concerned.any() and self._tell is not None and (rule.name, condition) not in self._named:
+            self._named.add((rule.name, condition))
             count = int(concerned.sum())
             self._tell(f"{rule.name} is not judged for {count} tensors: {CONDITIONS[condition]}")
         return np.where(holds, scores, math.nan)

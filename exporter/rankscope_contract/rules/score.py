@@ -274,7 +274,7 @@ RANKS_RULES: Final = (
     ),
     ScoreRule(
         name="GradGap",
-        summary="the gradient of the rank itself has left its level beside those of the other ranks",
+        summary="the gradient of the rank itself has left its level, compared with those of the other ranks",
         score=f"abs(held(40, 3, level(0.003, {_NORM_GAP})))",
         above=9.3,
         scope="ranks",

@@ -322,7 +322,7 @@ class RunMonitor:
 
         If another incident waits for records of ranks, poll these ranks immediately.
         """
-        self.check_ranks()  # here: what it finds belongs to the incidents of the same records
+        self.check_ranks()  # here: its events belong to the incidents of the same records
         if not self.incidents.unsettled():
             return []
         now, steps = self.clock(), self._live_steps()

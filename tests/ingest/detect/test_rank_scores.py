@@ -225,7 +225,7 @@ LASTING = range(120, 300)
         (drifts(1), "GradGap", None, "odd", ["up"], LOCAL),
     ],
 )
-def test_fault_is_told_once_with_rank_tensor_and_kind(ranks, order, change, rule, step, rank, tensors, kind):
+def test_fault_has_one_event_with_rank_tensor_and_kind(ranks, order, change, rule, step, rank, tensors, kind):
     service = Service(ranks=ranks, order=order)
     service.train(Training(ranks), range(200), change)
     blamed = (1 if ranks > 2 else None) if rank == "odd" else rank
