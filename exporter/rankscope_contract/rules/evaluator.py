@@ -93,7 +93,10 @@ class ScoreFiring(NamedTuple):
 
 
 class ScoreVerdict(NamedTuple):
-    """The result of one step: firings without those of the same cause, and for each judged rule the largest score with its tensor."""
+    """The result of one step: the firings, and for each judged rule the largest score with its tensor.
+
+    A firing that continues an earlier one, by the latch of its rule, is left out.
+    """
 
     firings: list[ScoreFiring]
     largest: list[ScoreFiring]
