@@ -49,7 +49,7 @@ from rankscope_ingest.pipeline.flusher import Batcher, PendingBatch
 from rankscope_ingest.pipeline.rows import LostRecords, Row, Stamp, Versions, clock_row, incident_row, launch_row
 from rankscope_ingest.record_channel.bodies import PlanColumns, ValidBody
 from rankscope_ingest.record_channel.loop import PollBudget
-from rankscope_ingest.runs.incident import MUTED, OPENED, RESOLVED, Incident
+from rankscope_ingest.runs.incident import MUTED, OPENED, RESOLVED, Incident, Symptom
 from rankscope_ingest.runs.models import Attempt, AttemptKey, Health, Target
 from rankscope_ingest.runs.tracker import RunTracker
 from rankscope_ingest.spools.orphan_spools import drain_orphan, register_orphan
@@ -293,8 +293,15 @@ class RunMonitor:
             for item in found[:MAX_EVENTS]:
                 self.add_event(diverged_row(item, self.stamp()))
                 self.metrics.fired(key[0], item.rank, {(REPLICA_DESYNC, item.kind): 1})
-            if key in changes.opened and self.incidents.observe(divergence_symptom(found), now) is not None:
-                self.poll_now(key[0], None)
+            if key in changes.opened:
+                self.observe(divergence_symptom(found), now)
+
+    def observe(self, symptom: Symptom, now: float) -> None:
+        """Add a symptom to its incident. If it opens one, poll all ranks of the run, which may have its first cause."""
+        attempt = self.runs.get((symptom.run, symptom.attempt))
+        stride = 1 if attempt is None else attempt.sampled_every
+        if self.incidents.observe(symptom, now, stride=stride) is not None:
+            self.poll_now(symptom.run, None)
 
     def check_stragglers(self) -> None:
         """Add an event for each rank that has become slow; while the rank is slow, its incident is open."""
@@ -314,8 +321,7 @@ class RunMonitor:
             self.add_event(row)
             self.metrics.fired(row["run"], row["rank"], {(row["rule"], row["kind"]): 1})
         for symptom in symptoms_between(rows):
-            if self.incidents.observe(symptom, self.clock()) is not None:
-                self.poll_now(symptom.run, None)
+            self.observe(symptom, self.clock())
 
     def due_incidents(self) -> list[Incident]:
         """Return the incidents that must be announced now.
@@ -543,10 +549,8 @@ class RecordSink:
             records = scalars.records
             steps = lambda position: body.columns["step"][int(records[position])].as_py()  # noqa: E731 - called here
         monitor.meter(key).observe(rank, columns, body.last_ts, body.last_step, steps)
-        stride = attempt.sampled_every if (attempt := monitor.runs.get(key)) else 1
         for symptom in first_causes:
-            if monitor.incidents.observe(symptom, now, stride=stride) is not None:
-                monitor.poll_now(symptom.run, None)
+            monitor.observe(symptom, now)
         for reason, error, at, step in exits:
             monitor.runs.exited(key, rank, reason, error, at=at, step=step, incarnation=target.incarnation)
         if exits:
