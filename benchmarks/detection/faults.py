@@ -168,7 +168,9 @@ def _kill(weight: torch.Tensor, percent: int) -> None:
 
 def _flip(state: State, name: str, bit: int) -> None:
     if state.rank == RANK:
-        state.tensor(name).data.view(torch.int32)[5, 7] ^= 1 << bit
+        elements = state.tensor(name).data.flatten()  # shares the memory of the tensor
+        usual = elements.abs().kthvalue(len(elements) // 2).indices
+        elements.view(torch.int32)[usual] ^= 1 << bit
 
 
 def _of_optimizer() -> Iterator[Fault]:

@@ -324,7 +324,7 @@ def test_a_command_imports_no_other_command():
 
 
 def test_names_that_benchmarks_import_exist():
-    trees = [ast.parse(path.read_text()) for path in sorted((ROOT / "benchmarks").glob("*.py"))]
+    trees = [ast.parse(path.read_text()) for path in sorted((ROOT / "benchmarks").rglob("*.py"))]
     imports = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
     names = {
         (node.module, one.name) for node in imports if (node.module or "").startswith("rankscope") for one in node.names
