@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from collections.abc import Iterator, Sequence
+import textwrap
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import Annotated, Any, Final
 
 import pyarrow as pa
 import typer
 
 from rankscope.access.stores import RunOption, RunOrPath, RunSelection, open_run
-from rankscope.output.rows import as_json, columns, print_table
+from rankscope.output.rows import as_json, print_table
 from rankscope.rules.replay import FACTORS, Outcome, Replay, score_rows
 from rankscope.rules.rule_files import check_rules, read_rules
 from rankscope.shell.errors import FAILED, USAGE, CommandError, suggestion
@@ -24,9 +26,6 @@ from rankscope_contract.rules.curve import RANK_RULES
 from rankscope_contract.rules.expression import WORDS
 from rankscope_contract.rules.score import CONDITIONS, ScoreRule
 from rankscope_ingest.importers import IMPORT_RULES
-
-if TYPE_CHECKING:
-    from rankscope_storage.connection import Connection
 
 rules = typer.Typer(
     help="""List, explain and check anomaly rules, and judge a stored run with them again.""",
@@ -58,7 +57,7 @@ def list_(as_json_text: Json = False) -> None:
     if as_json_text:
         print(as_json(rows), end="")
         return
-    shown = [row | {"score": _shortened(row["score"])} for row in rows]
+    shown = [row | {"score": textwrap.shorten(row["score"] or "", _SHORT, placeholder="…")} for row in rows]
     print_table(pa.Table.from_pylist(shown), limit=len(shown))
 
 
@@ -79,11 +78,10 @@ def show(
     if as_json_text:
         print(as_json(facts), end="")
         return
-    words = facts.pop("words", {})
+    facts |= facts.pop("words", {})
     width = max(map(len, facts))
     for key, value in facts.items():
         print(f"{key.ljust(width)}  {', '.join(value) if isinstance(value, list) else value}")
-    print(*(["", *columns(("word", "meaning"), words.items())] if words else []), sep="\n")
 
 
 @rules.command("check")
@@ -101,11 +99,13 @@ def check(file: Annotated[Path, typer.Argument(help="TOML or JSON file with the 
 
     rankscope rules check rules.json
     """
-    found = check_rules(file, RANK_RULES)
-    repeated = (f"{file}: several rules are named {name!r}: give each another name" for name in found.repeated())
-    if errors := [*found.errors, *repeated]:
+    found, errors = check_rules(file, RANK_RULES)
+    names = Counter(rule.name for rule in found)
+    repeated = [name for name, count in names.items() if count > 1]
+    errors += [f"{file}: several rules are named {name!r}: give each another name" for name in repeated]
+    if errors:
         raise CommandError("\nrankscope: ".join(errors), code=FAILED)
-    print(f"{file}: {len(found.rules)} rules: {', '.join(rule.name for rule in found.rules)}")
+    print(f"{file}: {len(found)} rules: {', '.join(names)}")
 
 
 @rules.command("replay")
@@ -137,8 +137,10 @@ def replay(
     if not judged:
         raise CommandError(f"{rules_file} has no rule with a score: a replay judges no others", code=USAGE)
     with open_run(RunSelection(source=source, store=store, run=run)) as opened:
-        found, outcome = _replayed(opened.connection, opened.run, judged, top)
-        name = opened.run
+        name, replayed = opened.run, Replay(opened.connection, opened.run, judged)
+        with progress_bar("records", f"judging {name}") as progress:
+            found = heapq.nsmallest(top, replayed.firings(progress), key=_place)
+    outcome = replayed.outcome
     limits = [_counts(rule, outcome) for rule in judged]
     if as_json_text:
         facts = {"run": name, "firings": found, "limits": limits, "not_judged": [*outcome.not_judged]}
@@ -152,15 +154,6 @@ def replay(
     print(*outcome.not_judged, sep="\n", end="\n" if outcome.not_judged else "")
     if outcome.compared or outcome.different:
         print(f"{outcome.compared:,} scores that ranks have stored, {outcome.different:,} of them differ")
-
-
-def _replayed(
-    connection: Connection, run: str, judged: Sequence[ScoreRule], top: int
-) -> tuple[list[dict[str, Any]], Outcome]:
-    replayed = Replay(connection, run, judged)
-    with progress_bar("records", f"judging {run}") as progress:
-        first = heapq.nsmallest(top, replayed.firings(progress), key=_place)
-    return first, replayed.outcome
 
 
 def _place(one: dict[str, Any]) -> list[int]:
@@ -186,10 +179,6 @@ def _row(rule: AnomalyRule) -> dict[str, Any]:
         "score": rule.score if isinstance(rule, ScoreRule) else None,
         "meaning": rule.summary or (type(rule).__doc__ or "").splitlines()[0],
     }
-
-
-def _shortened(score: str | None) -> str:
-    return "" if score is None else score if len(score) <= _SHORT else f"{score[: _SHORT - 1]}…"
 
 
 def _facts(rule: AnomalyRule) -> dict[str, Any]:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,36 +16,21 @@ DEFAULT: Final = "default"
 _EXAMPLE: Final = '[{"rule_name": "AnomalyNan"}]'
 
 
-@dataclass(frozen=True, slots=True)
-class RuleFile:
-    """The rules in a file, and a sentence with the position for each error."""
-
-    rules: list[AnomalyRule] = field(default_factory=list)
-    errors: list[str] = field(default_factory=list)
-
-    def repeated(self) -> list[str]:
-        """Return the names that several rules have. They would share one alert and one stored score."""
-        count = Counter(rule.name for rule in self.rules)
-        return [name for name, number in count.items() if number > 1]
-
-
-def check_rules(path: Path, default: Sequence[AnomalyRule]) -> RuleFile:
-    """Return the rules and the errors in the file `path`.
+def check_rules(path: Path, default: Sequence[AnomalyRule]) -> tuple[list[AnomalyRule], list[str]]:
+    """Return the rules in the file `path`, and a sentence with the position for each error.
 
     The file has a list of rules, or a table with the setting `rules`, as the configuration of the monitor. The entry
     "default" means the rules `default` with other names than those of the file.
     """
-    found = RuleFile()
     try:
         text = path.read_text(encoding="utf-8-sig")
         document: Any = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
-        entries = document.get(RULES) if isinstance(document, dict) else document
     except (OSError, ValueError, RecursionError) as error:
-        found.errors.append(f"{path}: {getattr(error, 'strerror', None) or error}")
-        return found
+        return [], [f"{path}: {getattr(error, 'strerror', None) or error}"]
+    entries = document.get(RULES) if isinstance(document, dict) else document
     if not isinstance(entries, list):
-        found.errors.append(f"{path}: expected a list such as {_EXAMPLE}, or a table with the setting {RULES}")
-        return found
+        return [], [f"{path}: expected a list such as {_EXAMPLE}, or a table with the setting {RULES}"]
+    found: list[str] = []
     own: list[Sequence[AnomalyRule] | None] = []  # None: the default rules
     for number, entry in enumerate(entries):
         errors = list(_errors_of(entry))
@@ -55,19 +38,18 @@ def check_rules(path: Path, default: Sequence[AnomalyRule]) -> RuleFile:
             own.append(None if entry == DEFAULT else [] if errors else [rule_from_config(entry)])
         except (ValueError, TypeError) as error:  # TypeError: an argument of a wrong type
             errors = [str(error)]
-        found.errors.extend(f"{path}: {RULES}[{number}]: {error}" for error in errors)
+        found.extend(f"{path}: {RULES}[{number}]: {error}" for error in errors)
     names = {rule.name for rules in own if rules is not None for rule in rules}
     others = [rule for rule in default if rule.name not in names]
-    found.rules.extend(rule for rules in own for rule in (others if rules is None else rules))
-    return found
+    return [rule for rules in own for rule in (others if rules is None else rules)], found
 
 
 def read_rules(path: Path, default: Sequence[AnomalyRule]) -> list[AnomalyRule]:
     """Return the rules in the file `path`, see `check_rules`. Raise CommandError for its first error."""
-    found = check_rules(path, default)
-    if found.errors:
-        raise CommandError(found.errors[0], code=USAGE)
-    return found.rules
+    rules, errors = check_rules(path, default)
+    if errors:
+        raise CommandError(errors[0], code=USAGE)
+    return rules
 
 
 def _errors_of(entry: Any) -> Iterator[str]:
