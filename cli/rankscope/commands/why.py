@@ -11,10 +11,10 @@ import typer
 
 from rankscope.access.stores import RunOption, RunOrPath, RunSelection, open_run
 from rankscope.output.rows import as_json, printable
-from rankscope.rules.causes import Diagnosis, diagnose
+from rankscope.rules.causes import FAULT, HEALTHY, UNKNOWN, diagnose
 from rankscope.shell.options import Store
 
-_EXIT_CODES: Final = {"healthy": 0, "fault": 1, "not judged": 3}
+_EXIT_CODES: Final = {HEALTHY: 0, FAULT: 1, UNKNOWN: 3}
 
 
 def why(
@@ -44,28 +44,27 @@ def why(
     with open_run(selection) as opened:
         found = diagnose(opened.connection, opened.run)
     if as_json_text:
-        facts = {"run": found.run, "verdict": found.verdict, "causes": found.causes, "not_run": found.not_run}
-        print(as_json(facts), end="")
+        print(as_json(found), end="")
     else:
         print("\n".join(_lines(found, top, None if selection.path() else str(store))))
-    raise typer.Exit(_EXIT_CODES[found.verdict])
+    raise typer.Exit(_EXIT_CODES[found["verdict"]])
 
 
-def _lines(found: Diagnosis, top: int, store: str | None) -> Iterator[str]:
-    count = len(found.causes)
-    yield f"{printable(found.run)}: {found.verdict}, {count} cause{'' if count == 1 else 's'}"
-    for cause in found.causes[:top]:
+def _lines(found: dict[str, Any], top: int, store: str | None) -> Iterator[str]:
+    count = len(found["causes"])
+    yield f"{printable(found['run'])}: {found['verdict']}, {count} cause{'' if count == 1 else 's'}"
+    for cause in found["causes"][:top]:
         yield f"\n{cause['cause']}. {', '.join(_head(cause))}"
         yield f"   {printable(cause['message'] or cause['rule'])}"
-        yield f"   evidence: {cause['evidence']}"
+        yield f"   evidence: {printable(cause['evidence'])}"
         yield f"   next: {cause['next']}"
     if count > top:
         yield f"\n{count - top} more causes: --top {count}"
-    if found.causes and store is not None:
+    if found["causes"] and store is not None:
         yield f'\nA statement shows the numbers: rankscope sql --store {shlex.quote(store)} "…"'
-    if found.not_run:
+    if found["not_run"]:
         yield "\nnot checked:"
-        yield from (f"- {printable(one)}" for one in found.not_run)
+        yield from (f"- {printable(one)}" for one in found["not_run"])
 
 
 def _head(cause: dict[str, Any]) -> Iterator[str]:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
-from rankscope.rules.replay import inputs_of, not_judged_notes, score_rows, scored_rules
+from rankscope.rules.replay import NOT_JUDGED, SCORED, inputs_of, score_rows
 from rankscope_contract.model.events import REPLICA_DESYNC, Severity
 from rankscope_contract.rules.score import SCORE_RULES, kinds_of
 from rankscope_storage.base.escaping import sql_string
@@ -14,6 +13,7 @@ from rankscope_storage.base.rule_names import RULES_OF_RUNS, RUN_FAILED, RUN_FIN
 from rankscope_storage.connection import Connection
 from rankscope_view.data.incidents import incidents, sentence_of
 
+FAULT, HEALTHY, UNKNOWN = "fault", "healthy", "not judged"
 _CAUSES: Final = "SELECT * FROM first_causes WHERE run = $run ORDER BY cause"
 _MEASURED: Final = """\
 SELECT (SELECT count(*) FROM tensor_stats WHERE run = $run) AS statistics,
@@ -53,28 +53,13 @@ _ACTIONS: Final = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Diagnosis:
-    """The causes of a run in their order, the checks that did not run, and whether anything was measured.
+def diagnose(connection: Connection, run: str) -> dict[str, Any]:
+    """Return the verdict on `run`, the causes of its faults, and the checks that did not run.
 
-    A cause has the columns of the view `first_causes`, a statement as `evidence`, and `next`, an action.
+    The verdict is fault, healthy, or not judged if nothing was measured. A cause of severity info is no fault. A cause
+    has the columns of the view `first_causes`, a statement as `evidence`, and an action as `next`. Causes are ordered
+    by attempt and step, and at one step exact rules come before others.
     """
-
-    run: str
-    causes: list[dict[str, Any]]
-    not_run: list[str]
-    is_measured: bool
-
-    @property
-    def verdict(self) -> str:
-        """Return `fault`, `healthy` or `not judged`. A cause of severity info is no fault."""
-        if any(cause["severity"] != Severity.INFO for cause in self.causes):
-            return "fault"
-        return "healthy" if self.is_measured else "not judged"
-
-
-def diagnose(connection: Connection, run: str) -> Diagnosis:
-    """Return the causes of the faults of `run`: by attempt and step, and at one step exact rules before others."""
     with connection.pinned():
         measured = connection.query(_MEASURED, {"run": run}).to_pylist()[0]
         found = connection.query(_CAUSES, {"run": run}).to_pylist()
@@ -83,7 +68,9 @@ def diagnose(connection: Connection, run: str) -> Diagnosis:
         for number, cause in enumerate(causes, 1):
             cause |= {"cause": number, "next": _ACTIONS.get(cause["rule"], _LOOK)}
         is_measured = any(measured[name] for name in ("statistics", "scalars", "hashes"))
-        return Diagnosis(run, causes, [*_not_run(connection, run, measured)], is_measured)
+        is_fault = any(cause["severity"] != Severity.INFO for cause in causes)
+        verdict = FAULT if is_fault else HEALTHY if is_measured else UNKNOWN
+        return {"run": run, "verdict": verdict, "causes": causes, "not_run": [*_not_run(connection, run, measured)]}
 
 
 def _others(connection: Connection, run: str, found: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -114,9 +101,10 @@ def _evidence(row: dict[str, Any]) -> str:
 
 def _not_run(connection: Connection, run: str, measured: dict[str, Any]) -> Iterator[str]:
     """Yield a sentence for each check that did not run, or not on all tensors or steps."""
-    notes = [f"rank {note['rank']}: {note['message']}" for note in not_judged_notes(connection, run)]
+    found = connection.query(NOT_JUDGED, {"run": run}).to_pylist()
+    notes = [f"rank {note['rank']}: {note['message']}" for note in found]
     yield from notes
-    scored = scored_rules(connection, run)
+    scored = connection.query(SCORED, {"run": run})["rule"].to_pylist()
     for rule in SCORE_RULES if scored else ():
         is_noted = any(f"{rule.name} is not judged" in note for note in notes)
         if rule.name not in scored and not is_noted and (measured["statistics"] or not kinds_of(rule.tree)):

@@ -65,12 +65,14 @@ ORDER BY {_RECORD}, name DESC, labels DESC NULLS LAST"""
 _EXTENT: Final = """\
 SELECT min(seq) AS first, max(seq) AS last, count(seq) AS rows FROM (
   SELECT seq FROM tensor_stats WHERE run = $run UNION ALL SELECT seq FROM scalars WHERE run = $run)"""
-_SCORED: Final = f"""\
-SELECT DISTINCT json_extract_string(labels, '$.rule') AS rule FROM scalars
-WHERE run = $run AND name = '{RULE_SCORE}'"""
-_NOT_JUDGED: Final = """\
+SCORED: Final = f"""\
+SELECT DISTINCT json_extract_string(labels, '$.rule') AS rule FROM scalars WHERE run = $run AND name = '{RULE_SCORE}'"""
+"""The names of the rules of which ranks have stored scores."""
+
+NOT_JUDGED: Final = """\
 SELECT DISTINCT attempt, rank, message FROM events
 WHERE run = $run AND type = 'note' AND message LIKE '% is not judged %' ORDER BY ALL"""
+"""The notes of ranks that a rule is not judged for some tensors."""
 
 Key = tuple[int | None, int | None, str | None]
 """Attempt, rank and process."""
@@ -92,16 +94,6 @@ class Outcome:
     """The number of scores that ranks have stored, and of those that differ from the replayed ones."""
 
 
-def scored_rules(connection: Connection, run: str) -> list[str]:
-    """Return the names of the rules of which ranks have stored scores."""
-    return list(connection.query(_SCORED, {"run": run})["rule"].to_pylist())
-
-
-def not_judged_notes(connection: Connection, run: str) -> list[dict[str, Any]]:
-    """Return the notes of ranks that a rule is not judged for some tensors, with attempt, rank and message."""
-    return list(connection.query(_NOT_JUDGED, {"run": run}).to_pylist())
-
-
 class Replay:
     """Judges `rules` on the run `run`. Each rule is also judged with other limits, see FACTORS."""
 
@@ -114,7 +106,8 @@ class Replay:
         rows = connection.query(_SERIES, {"run": run, "kinds": _kinds_of(rules)}).to_pylist()
         self._series = {name: [row[name] for row in rows] for name in ("kind", "tensor", "index", "vpp_stage")}
         self._layout = _layout(rows)
-        self._notes, self._scored = not_judged_notes(connection, run), scored_rules(connection, run)
+        self._notes = connection.query(NOT_JUDGED, {"run": run}).to_pylist()
+        self._scored = connection.query(SCORED, {"run": run})["rule"].to_pylist()
         self._processes: dict[Key, _Process] = {}
 
     def firings(self, progress: Callable[[int, int], None]) -> Iterator[dict[str, Any]]:
