@@ -235,6 +235,7 @@ _FEWEST_PAUSES: Final = 3
 _FEWEST_STEPS: Final = 40
 _LARGER: Final = 4.0
 _PAUSE_SHARE: Final = 0.5
+_LEAST_PAUSE: Final = 0.05  # seconds: shorter ones are those of cores that other programs use
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -293,8 +294,8 @@ def find_slow_ranks(
     """Return the slow ranks in `seconds` [ranks, steps, phases], the slowest first. A missing step is NaN.
 
     A rank is slow if the others wait for it for the share SLOW of the step, in four fifths of the newest `steps` and in
-    their sum; or if it alone has pauses of half a step or more that take this share of all steps, and come and go.
-    `numbers` are the numbers of the steps.
+    their sum; or if it alone has pauses of half a step and 50 ms or more that take this share of all steps, and come
+    and go. `numbers` are the numbers of the steps.
     """
     if len(seconds) < 2 or not seconds.shape[1]:
         return []
@@ -305,7 +306,8 @@ def find_slow_ranks(
     data = seconds[:, :, [place for place, phase in enumerate(phases) if phase == Phase.DATA_WAIT]].sum(axis=2)
     later = data - of_others(data)
     late = np.where(late - later <= -0.5 * later, np.maximum(late, later), late)
-    is_pause = late > _PAUSE_SHARE * np.nanmedian(np.where(np.isfinite(late), whole, np.nan))
+    usual_step = np.nanmedian(np.where(np.isfinite(late), whole, np.nan))
+    is_pause = late > max(_PAUSE_SHARE * usual_step, _LEAST_PAUSE)
     paused, found = np.where(is_pause, late, 0.0).sum(axis=1), []
     for row in range(len(own)):
         known, pauses = (np.flatnonzero(flags) for flags in (np.isfinite(late[row]), is_pause[row]))
