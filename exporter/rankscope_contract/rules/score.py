@@ -162,6 +162,7 @@ _FIRST = f"{Kind.EXP_AVG}.norm"
 _KEPT, _TAKEN = f"beta1 * last({_FIRST})", f"(1 - beta1) * {GRADIENT}.norm"  # the norm of a sum is between these
 _BEFORE, _AFTER = Kind.PARAM_BEFORE, Kind.PARAM_AFTER
 _GROWTH = f"log({_AFTER}.norm) - ago(10, log({_AFTER}.norm))"
+_ALL_GROWTH = f"over_tensors({_GROWTH})"
 _OWN_GROWTH = f"({_GROWTH}) - over_tensors({_GROWTH})"
 _DATA_WAIT = f'scalar("{STEP_PHASE_SECONDS}/{LABEL}={Phase.DATA_WAIT}")'
 _LOG_NORM = f"log({GRADIENT}.norm)"
@@ -200,8 +201,8 @@ LEVEL_RULES: Final = (
     ScoreRule(
         name="WeightDrift",
         summary="all weights grow or shrink at another rate than before",
-        score=f"abs(deviation(0.02, over_tensors({_GROWTH})))",
-        above=0.026,
+        score=f"min(abs(deviation(0.02, {_ALL_GROWTH})) / 0.026, abs(level(0.02, {_ALL_GROWTH})) / 6)",
+        above=1.0,
         after_steps=101,
     ),
     ScoreRule(

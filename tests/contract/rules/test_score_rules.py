@@ -148,8 +148,8 @@ class Oracle:
 
     def weightdrift(self):
         growth = self.growth()
-        deviation = self.level("all", 0.02, statistics.median(growth))[0]
-        return abs(deviation) if len(self.steps) > 101 else None
+        deviation, usual = self.level("all", 0.02, statistics.median(growth))
+        return min(abs(deviation) / 0.026, abs(deviation / usual) / 6) if len(self.steps) > 101 else None
 
     def tensordrift(self):
         growth = self.growth()
@@ -260,9 +260,19 @@ def test_scores_are_those_of_the_formulas_and_the_fault_fires(fault):
 
 MUTATIONS = [
     *[("abs(", "("), ("last(", "abs("), ("ago(10", "ago(9"), ("beta1", "beta2"), ("0.02", "0.021"), ("0.05", "0.051")],
-    *[("max(", "min("), (".rms", ".norm"), ("held(5", "held(4"), ("8,", "1,"), ("least(3", "least(2"), ("0.8", "0.7")],
+    *[
+        ("max(", "min("),
+        (".rms", ".norm"),
+        ("held(5", "held(4"),
+        ("8,", "1,"),
+        ("/ 6", "/ 7"),
+        ("0.026", "0.03"),
+        ("least(3", "least(2"),
+        ("0.8", "0.7"),
+    ],
     *[("over_tensors", "sum"), ("log(", "abs("), ("ceiling(20", "ceiling(40"), ("0.001", "0.5"), (" - 1", " - 2")],
     *[("lowest(", "last("), ("exceeded(0.8, 40", "exceeded(0.8, 39"), ("0.005", "0.006"), ("0.5", "0.6"), ("+", "-")],
+    *[("/ 6", "/ 7"), ("0.026", "0.03")],
 ]
 
 
