@@ -4,8 +4,8 @@
         [--width 48] [--folder FOLDER]
 
 Starts `rankscope serve`, which sends messages to a local receiver, and two ranks, which train all runs one after the
-other. A fault is told if an incident at its step or up to 20 (60) steps later was delivered, and the healthy run of the
-same seed had no such message. Messages of rules about time are counted only for faults of time: ranks that share cores
+other. A fault is reported if an incident at its step or up to 20 (60) steps later was delivered, and the healthy run
+of the same seed had no such message. Messages of rules about time are counted only for faults of time: ranks that share cores
 with other work are slow now and then. The folder keeps the store for `rankscope rules replay`, and `results.json`. Runs
 that are done are in `runs.jsonl`; the same command trains only the others.
 """
@@ -89,7 +89,7 @@ def _job(args: argparse.Namespace, place: int, steps: int, *, scaler: bool) -> d
 
 
 def run(jobs: list[dict[str, Any]], folder: pathlib.Path) -> None:
-    """Train `jobs` on two ranks beside a service, whose store is in `folder`."""
+    """Train `jobs` on two ranks. The store of their service is in `folder`."""
     own = {name: value for name, value in os.environ.items() if not name.startswith("RANKSCOPE_")}
     environment = own | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     with ExitStack() as stack:
@@ -225,7 +225,7 @@ def report(done: list[dict[str, Any]], folder: pathlib.Path) -> None:
 def _line(result: dict[str, Any], fault: Fault) -> str:
     name = fault.name + " (held out)" * fault.held_out
     if not result["messages"]:
-        return f"{name}: not told"
+        return f"{name}: not reported"
     first, others = result["messages"][0], collections.Counter(one["rule"] for one in result["messages"])
     wrong = "".join(f", wrong {what}" for what, is_right in result["is_right"].items() if not is_right)
     where = f"rank {first['rank']}, {first['tensor'] or first['op']}"
@@ -238,7 +238,7 @@ def _sums(title: str, results: list[dict[str, Any]], faults: dict[str, Fault]) -
     for limit in (20, 60):
         within = [one for one in results if one.get("after", 10**6) <= limit]
         held_out = sum(faults[one["fault"]].held_out for one in within)
-        print(f"{title}: told within {limit} steps: {len(within)} of {len(results)}, of those held out {held_out}")
+        print(f"{title}: reported within {limit} steps: {len(within)} of {len(results)}, of those held out {held_out}")
     told = [one for one in results if one["messages"]]
     for what, label in (("rank", "rank"), ("tensor", "tensor"), ("op", "phase of a slow rank")):
         verdicts = [one["is_right"][what] for one in told if what in one["is_right"]]

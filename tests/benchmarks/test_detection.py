@@ -1,4 +1,4 @@
-"""The fault corpus: its table, and what each fault changes first in a small training without a monitor."""
+"""The fault corpus: its table, and the first changes of each fault in a small training without a monitor."""
 
 import functools
 
@@ -34,7 +34,7 @@ def halve_gradient(parameter):
 def trained(name, rank, *, scaler, clip):
     """Train with a fault, or without; return stages, seconds of sleep, and number of kept objects.
 
-    A stage is (step, what, tensors): weights and moments before a forward pass, gradients of an update, and weights
+    A stage is (step, kind, tensors): weights and moments before a forward pass, gradients of an update, and weights
     after it. The gradient is half the local one, as the mean with a rank that contributes nothing.
     """
     stages, slept = [], []
