@@ -6,8 +6,8 @@
 Starts `rankscope serve`, which sends messages to a local receiver, and two ranks, which train all runs one after the
 other. A fault is reported if an incident at its step or up to 20 (60) steps later was delivered, and the healthy run
 of the same seed had no such message. Messages of rules about time are counted only for faults of time: ranks that
-share cores with other work are slow now and then. The folder keeps the store for `rankscope rules replay`, and `results.json`. Runs
-that are done are in `runs.jsonl`; the same command trains only the others.
+share cores with other work are slow now and then. The folder keeps the store for `rankscope rules replay`, and
+`results.json`. Runs that are done are in `runs.jsonl`; the same command trains only the others.
 """
 
 from __future__ import annotations
