@@ -16,7 +16,7 @@ from rankscope_storage.connection import connect
 
 STEPS, WRITTEN, SPIKE, LOADED = 170, 120, 130, 140
 TRAINING = f"""
-import os
+import os, time
 import torch
 import rankscope
 
@@ -38,6 +38,7 @@ with rankscope.Monitor().attach(net, optimizer) as monitor:
         torch.nn.utils.clip_grad_norm_(net.parameters(), 0.01)
         optimizer.step()
         monitor.log(loss=loss, **({{"eval_loss": loss}} if step % 20 == 0 else {{}}))
+        time.sleep(0.005)  # a step is not measured while too many steps wait for the publisher
 """
 
 
