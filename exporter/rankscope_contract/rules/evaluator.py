@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from rankscope_contract.model.kinds import Kind
 from rankscope_contract.rules.expression import GRADIENT, Node
-from rankscope_contract.rules.score import CONDITIONS, ScoreRule, kinds_named, kinds_of
+from rankscope_contract.rules.score import CONDITIONS, ScoreRule, kinds_named
 
 Values = npt.NDArray[np.float64]
 Value = Any  # a float, or `Values`
@@ -143,8 +143,18 @@ class _Moving:
         return (math.nan, math.nan) if count < FIRST_VERDICT else (deviation, usual)
 
 
-Step = Callable[["ScoreEvaluator"], Value]
-"""A compiled expression: returns its value at the present step of the evaluator."""
+class Operation(NamedTuple):
+    """A part of an expression. Its value is `function(*values)`, with the values of `arguments` by their source.
+
+    With a `key`, which names its state or statistic, it is `function(evaluator, key, *values, *constants)`.
+    """
+
+    source: str
+    function: Callable[..., Value]
+    arguments: tuple[str, ...]
+    key: Any
+    constants: tuple[float, ...]
+    reads_tensors: bool
 
 
 class ScoreEvaluator:
@@ -161,10 +171,12 @@ class ScoreEvaluator:
         self._most_firings = most_firings
         self._tell = tell
         self._named: set[tuple[str, str]] = set()
-        self._compiled: dict[str, Step] = {}
-        self._steps = [_compiled(rule.tree, self._compiled) for rule in self.rules]
+        program: dict[str, Operation | float] = {}
+        self._results = [_compile(rule.tree, program) for rule in self.rules]
+        self._constants = {source: one for source, one in program.items() if isinstance(one, float)}
+        self._operations = [one for one in program.values() if isinstance(one, Operation)]
         self._of_tensors = [rule.is_of_tensors for rule in self.rules]
-        self._reads_tensors = [bool(kinds_of(rule.tree)) for rule in self.rules]
+        self._reads_tensors = [_reads_tensors(program[source]) for source in self._results]
         self._held: list[Value] = [None] * len(self.rules)
         self.state: dict[str, Any] = {}
         self.memo: dict[str, Value] = {}
@@ -185,21 +197,31 @@ class ScoreEvaluator:
         if frame.rows and frame.layout is not self._layout:
             self._follow(self._layout, frame.layout)
             self._layout = frame.layout
-        self.frame, self.memo = frame, {}
+        self.frame, self.memo = frame, dict(self._constants)
         self.count += 1
         self.measured += bool(frame.rows)
         firings: list[ScoreFiring] = []
         largest: list[ScoreFiring] = []
         with np.errstate(all="ignore"):
+            self._compute(has_rows=bool(frame.rows))
             for place, rule in enumerate(self.rules):
                 if self._reads_tensors[place] and not frame.rows:
                     continue  # a record of logged numbers alone
-                scores = self._steps[place](self)  # also before its first verdict, for the state of its words
+                scores = self.memo[self._results[place]]
                 if self._of_tensors[place]:
                     self._judge_tensors(place, rule, np.broadcast_to(scores, frame.layout.shape), firings, largest)
                 else:
                     self._judge(place, rule, float(scores), firings, largest)
         return ScoreVerdict(firings[: self._most_firings], largest)
+
+    def _compute(self, *, has_rows: bool) -> None:
+        """Compute all parts of the expressions, also before the first verdict of a rule, for the state of its words."""
+        memo = self.memo
+        for source, function, arguments, key, constants, reads_tensors in self._operations:
+            if reads_tensors and not has_rows:
+                continue
+            values = [memo[argument] for argument in arguments]
+            memo[source] = function(*values) if key is None else function(self, key, *values, *constants)
 
     def _judge(self, place: int, rule: ScoreRule, score: float, firings: list[Any], largest: list[Any]) -> None:
         seen = self.measured if self._reads_tensors[place] else self.count
@@ -278,10 +300,6 @@ def _taken(values: Values, places: npt.NDArray[np.int64], fresh: float) -> Value
     if not values.shape[-1]:
         return np.full((*values.shape[:-1], len(places)), fresh)
     return np.where(places >= 0, values[..., places], fresh)
-
-
-def _number(node: Node) -> float:
-    return float(node.value)
 
 
 def _divided(x: Value, y: Value) -> Value:
@@ -390,62 +408,49 @@ _FUNCTIONS: Final[dict[str, Callable[..., Value]]] = {
 """Words without state, as functions of values."""
 
 
-def _compiled(node: Node, known: dict[str, Step]) -> Step:
-    """Return the compiled form of `node`. Equal parts of expressions are compiled and, in a step, computed once."""
-    source = node.source
-    if source not in known:
-        step = _compile(node, known)
-        known[source] = step if node.name == "number" else _remembered(step, source)
-    return known[source]
+def _compile(node: Node, program: dict[str, Operation | float]) -> str:
+    """Add the parts of `node` to `program`, each after its arguments, and return its source. Equal parts are one."""
+    name, given = node.name, node.arguments
+    if name == "number":
+        program[node.source] = float(node.value)
+        return node.source
+    if name == "scalar":
+        program[node.source] = Operation(node.source, _scalar, (), str(given[0].value), (), reads_tensors=False)
+        return node.source
+    if not given:
+        function, key = (_statistic, tuple(name.split("."))) if "." in name else (_setting, name)
+        program[name] = Operation(name, function, (), key, (), reads_tensors=True)
+        return name
+    inner = tuple(_compile(one, program) for one in given)
+    source, reads = f"{name}({','.join(inner)})", any(_reads_tensors(program[one]) for one in inner)
+    if name in _STATEFUL or name in _LEVELS:
+        word = "moving" if name in _LEVELS else name  # the words about a level of the same value share its state
+        key, constants = f"{word}({','.join(inner)})", tuple(float(one.value) for one in given[:-1])
+        program.setdefault(key, Operation(key, _STATEFUL[word], inner[-1:], key, constants, reads))
+        inner = (key,)
+    if name not in _STATEFUL:
+        function = _LEVELS.get(name) or _FUNCTIONS[name]
+        program.setdefault(source, Operation(source, function, inner, None, (), reads))
+    return source
 
 
-def _remembered(step: Step, source: str) -> Step:
-    def value(evaluator: ScoreEvaluator) -> Value:
-        memo = evaluator.memo
-        found = memo.get(source)
-        if found is None:
-            found = memo[source] = step(evaluator)
-        return found
-
-    return value
+def _reads_tensors(part: Operation | float) -> bool:
+    return isinstance(part, Operation) and part.reads_tensors
 
 
-def _compile(node: Node, known: dict[str, Step]) -> Step:
-    if node.name == "number":
-        number = _number(node)
-        return lambda _: number
-    if "." in node.name:
-        return _statistic(*node.name.split("."))
-    if node.name == "scalar":
-        name = str(node.arguments[0].value)
-        return lambda evaluator: float(evaluator.frame.scalars.get(name, math.nan))
-    if not node.arguments:
-        return lambda evaluator: evaluator.frame.settings.get(node.name, math.nan)
-    if node.name in _STATEFUL:
-        constants = [_number(one) for one in node.arguments[:-1]]
-        inner, word, source = _compiled(node.arguments[-1], known), _STATEFUL[node.name], _state_key(node)
-        return lambda evaluator: word(evaluator, source, inner(evaluator), *constants)
-    function = _FUNCTIONS[node.name]
-    arguments = [_compiled(one, known) for one in node.arguments]
-    if len(arguments) == 2:
-        left, right = arguments
-        return lambda evaluator: function(left(evaluator), right(evaluator))
-    return lambda evaluator: function(*[one(evaluator) for one in arguments])
+def _scalar(evaluator: ScoreEvaluator, name: str) -> float:
+    return float(evaluator.frame.scalars.get(name, math.nan))
 
 
-def _state_key(node: Node) -> str:
-    """Return the name of the state of a word. The words about a level of the same value share its state."""
-    name = "moving" if node.name in _LEVELS else node.name
-    return Node(name, node.arguments).source
+def _setting(evaluator: ScoreEvaluator, name: str) -> Value:
+    return evaluator.frame.settings.get(name, math.nan)
 
 
-def _statistic(kind: str, op: str) -> Step:
-    def values(evaluator: ScoreEvaluator) -> Values:
-        if op != "rms":
-            return _selected(evaluator.frame, kind, op)
-        return _selected(evaluator.frame, kind, "norm") / np.sqrt(_selected(evaluator.frame, kind, "numel"))
-
-    return values
+def _statistic(evaluator: ScoreEvaluator, names: tuple[str, str]) -> Values:
+    kind, op = names
+    if op != "rms":
+        return _selected(evaluator.frame, kind, op)
+    return _selected(evaluator.frame, kind, "norm") / np.sqrt(_selected(evaluator.frame, kind, "numel"))
 
 
 def _selected(frame: Frame, kind: str, op: str) -> Values:
@@ -491,11 +496,8 @@ def _append(values: list[Value], x: Value, n: float) -> None:
 
 
 def _moved(evaluator: ScoreEvaluator, source: str, x: Value, rate: float) -> tuple[Value, Value]:
-    found: tuple[Value, Value] | None = evaluator.memo.get(source)
-    if found is None:
-        moving = evaluator.state.setdefault(source, _Moving())
-        found = evaluator.memo[source] = moving.move(x, rate)
-    return found
+    moving: _Moving = evaluator.state.setdefault(source, _Moving())
+    return moving.move(x, rate)
 
 
 def _held(evaluator: ScoreEvaluator, source: str, z: Value, n: float, clip: float) -> Value:
@@ -546,13 +548,17 @@ def _ceiling(evaluator: ScoreEvaluator, source: str, x: float, n: float, share: 
     return highest if count >= n else math.nan
 
 
-_LEVELS: Final = ("level", "deviation", "usual")
+_LEVELS: Final[dict[str, Callable[..., Value]]] = {
+    "level": lambda moved: _divided(*moved),
+    "deviation": operator.itemgetter(0),
+    "usual": operator.itemgetter(1),
+}
+"""Words about the deviation of a value from its level, and its usual deviation."""
+
 _STATEFUL: Final[dict[str, Callable[..., Value]]] = {
+    "moving": _moved,
     "last": _last,
     "ago": _ago,
-    "level": lambda evaluator, source, x, rate: _divided(*_moved(evaluator, source, x, rate)),
-    "deviation": lambda evaluator, source, x, rate: _moved(evaluator, source, x, rate)[0],
-    "usual": lambda evaluator, source, x, rate: _moved(evaluator, source, x, rate)[1],
     "held": _held,
     "least": _least,
     "exceeded": _exceeded,
