@@ -76,7 +76,7 @@ def test_replayed_scores_and_firings_equal_those_of_the_ranks_and_of_sql(in_proc
         scores = connection.query(query).to_pylist()[0]["n"]
         names = "rank, step, rule, tensor, value, threshold"
         told = connection.query(f"SELECT {names} FROM events WHERE type = 'anomaly' AND op = ANY($ops)",
-                                {"ops": ["score", "loss", "eval_loss"]}).to_pylist()  # fmt: skip
+                                {"ops": [rule.subject for rule in SCORE_RULES]}).to_pylist()  # fmt: skip
         told = {tuple(row.values()) for row in told if row["rule"] in judged}
         for rule in SCORE_RULES:
             sql = answer(in_process, "rules", "show", rule.name, "--json")["sql"]

@@ -31,9 +31,11 @@ READERS = {  # The arguments of each command that reads a store, and a part of i
     "export": (["alone"], "rows: 144 tensor_stats"),  # 12 steps
     "plot": (["alone", "-o", "figure.svg"], ""),
     "report": ([], "report of alone"),
+    "rules replay": ([], "no firings in alone"),
     "runs": ([], "alone"),
     "sql": (["select max(step) as last from scalars where run = 'alone'"], "12"),
     "summary": ([], "alone, completed"),
+    "why": ([], "alone: healthy"),
 }
 
 WRITERS = {"doctor", "import", "serve", "store", "up", "watch"}  # Commands whose store is never a folder of records
@@ -59,7 +61,7 @@ def test_each_command_with_a_store_is_in_a_list():
 )
 def test_command_without_store_reads_the_records_folder(folder, command):
     arguments, text = READERS[command]
-    done = run_command(command, *arguments, folder=folder, RANKSCOPE_SPOOL_DIR="")
+    done = run_command(*command.split(), *arguments, folder=folder, RANKSCOPE_SPOOL_DIR="")
 
     assert done.returncode in ({0, 1} if command == "diff" else {0}), done.stderr
     assert done.stderr.startswith("history is no store: showing the records in rankscope-records\n")

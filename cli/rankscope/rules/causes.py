@@ -95,8 +95,16 @@ def _evidence(row: dict[str, Any]) -> str:
         columns = "step, rank, kind, norm, mean, min, max, nans, infs, zeros, numel"
         tensor = sql_string(row["tensor"])
         return f"select {columns} from tensor_stats {where} and tensor = {tensor} order by step, rank, kind"
-    chosen = score_rows(row["rule"]) if row["op"] == "score" else f"name = {sql_string(row['op'] or '')}"
+    chosen = score_rows(row["rule"]) if row["op"] == "score" else _named(row["op"] or "")
     return f"select step, rank, name, labels, value from scalars {where} and {chosen} order by step, rank"
+
+
+def _named(scalar: str) -> str:
+    """Return a condition for the rows of `scalar`: a name, or a name and a label, such as `learning_rate/group=0`."""
+    name, _, label = scalar.partition("/")
+    key, _, value = label.partition("=")
+    of_label = f" and json_extract_string(labels, '$.{key}') = {sql_string(value)}" if label else ""
+    return f"name = {sql_string(name)}{of_label}"
 
 
 def _not_run(connection: Connection, run: str, measured: dict[str, Any]) -> Iterator[str]:

@@ -28,6 +28,8 @@ from rankscope.reports import OpenedRun
 from rankscope_contract.model.events import Event, ExitReason
 from rankscope_contract.rules.anomaly import AnomalyNan, AnomalyTurbulence
 from rankscope_contract.rules.curve import CurveRule
+from rankscope_contract.rules.expression import parse
+from rankscope_contract.rules.score import ScoreRule
 from rankscope_contract.wire.tls import TlsServer
 from rankscope_exporter import Anomaly, CaptureConfig, ConfigError, Monitor, MonitorConfig, RankscopeError, ServeConfig
 from rankscope_exporter.api.attachment import EndedRun
@@ -97,6 +99,7 @@ Factory = Callable[[pytest.FixtureRequest], Any]
 
 DATA: tuple[Any, ...] = (
     *(Address("127.0.0.1", 9470), AnomalyNan(threshold=3.0), AnomalyTurbulence(threshold=3.0)),
+    *(ScoreRule(name="Mine", score="param_after.norm", above=1.0), parse("param_after.norm")),
     *(CurveRule(name="Reward", ratio=3.0, names=("reward",)), CaptureConfig(steps=3), EVENT, HardwareConfig(), QUIET),
     Anomaly(run="r", rank=1, step=2, events=(EVENT,), samples=(3,)),
     EndedRun(run="r", rank=0, source="records", is_stored=True),

@@ -198,7 +198,8 @@ def test_rule_ignores_unpublished_ops_except_nan_counts():
 
     assert ("AnomalyNan", "2.bias", "nans") in fired
     assert {"AnomalyNan"} == {rule for rule, *_ in fired}
-    assert ["rule AnomalyTurbulence reads norm, which the setting ops does not publish"] == found.notices
+    assert "rule AnomalyTurbulence reads norm, which the setting ops does not publish" == found.notices[0]
+    assert "rule ParamMovedBetween reads norm, min, mean, which the setting ops does not publish" == found.notices[1]
 
 
 def test_switch_changes_ops_and_keeps_rows_hooks_and_baselines():
