@@ -166,7 +166,7 @@ class ScoreEvaluator:
         tell: Callable[[str], None] | None = None,
         most_firings: int | None = MOST_FIRINGS,
     ) -> None:
-        """With `tell`, each reason for which a rule is not judged is passed to it once."""
+        """Use `rules`. If a rule is not judged, `tell` is called once with each reason."""
         self.rules = tuple(rules)
         self._most_firings = most_firings
         self._tell = tell
@@ -510,20 +510,23 @@ def _held(evaluator: ScoreEvaluator, source: str, z: Value, n: float, clip: floa
     return functools.reduce(np.add, values) / math.sqrt(n) if len(values) == n else math.nan
 
 
-def _least(evaluator: ScoreEvaluator, source: str, x: Value, n: float) -> Value:
+def _newest(evaluator: ScoreEvaluator, source: str, x: Value, n: float) -> list[Value] | None:
+    """Add `x`. Return the last n values; None while there are fewer, and if `x` is absent."""
     values: list[Value] = evaluator.state.setdefault(source, [])
-    if not _is_absent(x):
-        _append(values, x, n)
-    if _is_absent(x) or len(values) < n:
+    if _is_absent(x):
+        return None
+    _append(values, x, n)
+    return None if len(values) < n else values
+
+
+def _least(evaluator: ScoreEvaluator, source: str, x: Value, n: float) -> Value:
+    if (values := _newest(evaluator, source, x, n)) is None:
         return math.nan
     return min(values) if isinstance(x, float) else np.min(values, axis=0)
 
 
 def _exceeded(evaluator: ScoreEvaluator, source: str, x: Value, share: float, n: float) -> Value:
-    values: list[Value] = evaluator.state.setdefault(source, [])
-    if not _is_absent(x):
-        _append(values, x, n)
-    if _is_absent(x) or len(values) < n:
+    if (values := _newest(evaluator, source, x, n)) is None:
         return math.nan
     found = np.quantile(np.array(values), 1.0 - share, axis=0)
     return found if isinstance(x, np.ndarray) else float(found)

@@ -135,7 +135,7 @@ def _tree(text: str) -> Node:
 
 
 def kinds_of(tree: Node) -> list[str]:
-    """Return the kinds of tensors whose statistics `tree` reads, in the order of the text."""
+    """Return the kinds of the statistics that `tree` reads, in the order of the text."""
     return list(dict.fromkeys(node.name.partition(".")[0] for node in tree.walk() if "." in node.name))
 
 
@@ -195,7 +195,7 @@ EXACT_RULES: Final = (
         above=0.01,
     ),
 )
-"""Rules whose score is rounding in health."""
+"""Rules with a score that is only rounding in health."""
 
 LEVEL_RULES: Final = (
     ScoreRule(

@@ -355,7 +355,7 @@ class RunMonitor:
         return [one for one in lasted if self._is_live(one)]
 
     def due_reminders(self) -> list[tuple[Incident, float]]:
-        """Return the open incidents of live attempts whose last message is `repeat_seconds` ago, with their age."""
+        """Return the open incidents of live attempts with a last message of `repeat_seconds` ago, and their age."""
         now, every = self.clock(), self._repeat_seconds
         known = (*self.incidents.open(), *self.stalls.open()) if every else ()
         due = [one for one in known if one.is_settled and now - one.told_at >= every and self._is_live(one)]

@@ -30,10 +30,10 @@ RULES_OF_RUNS: Final = frozenset({RUN_FAILED, RUN_STALLED, RUN_SLOW, RUN_FINISHE
 """Rule names of the incidents of runs and logs. All other incidents are groups of anomalies."""
 
 ENDS_WITH_RUN: Final = frozenset({RUN_STALLED, SLOW_RANK, GPU_THROTTLED, INGEST_LOSING})
-"""Rule names of the incidents whose cause is gone at the end of the attempt."""
+"""Rule names of the incidents that are over at the end of the attempt."""
 
 WITH_SENTENCE: Final = RULES_OF_MACHINES | {SLOW_RANK}
-"""Rule names of firings whose message is a complete sentence, which replaces the statistic and its value."""
+"""Rule names of firings with a complete sentence as message, which replaces the statistic and its value."""
 
 SLOW_STEPS: Final = "SlowSteps"
 SLOW_FACTOR: Final = 2.0
